@@ -1,0 +1,1 @@
+"""Systems under test, found by entry point or import path."""

@@ -1,0 +1,1 @@
+"""Engines that run the suite loop: ``cpu`` and ``cuda``."""

@@ -1,0 +1,236 @@
+"""What was observed: samples, receipts and the problems that stand in their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_engram.model.requests import Plan, Slo
+from pytest_engram.model.words import SCHEMA_VERSION, Moment, Status
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A named absence or failure that stands in a record's place; never a missing record."""
+
+    code: str
+    message: str
+    who: str = ""
+    where: str = ""
+    status: Status = Status.INVALID
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectnessSample:
+    """One contract case against one backend.  ``supported`` False is reported as such, never as passed."""
+
+    case: str
+    contract: str
+    passed: bool
+    supported: bool = True
+    detail: str = ""
+    token: int | None = None
+    head: int | None = None
+    layer: int | None = None
+    expected: str | None = None
+    seen: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageDistribution:
+    """Where the kernel says the pages of one mapping lie.
+
+    ``pages`` counts base pages of ``page_bytes`` per NUMA node; ``unplaced`` counts pages per errno name that the
+    kernel would not place (ENOENT: not resident).  ``covered_bytes`` = placed + unplaced, in bytes.
+    """
+
+    rank: int
+    moment: Moment
+    table: int
+    identity: str  # "dev:inode" of the shared object, or "anon"
+    address: int
+    table_bytes: int
+    page_bytes: int
+    pages: dict[int, int]
+    unplaced: dict[str, int]
+    covered_bytes: int
+    policy_text: str  # numa_maps' own words: shown, never believed
+    routes: tuple[str, ...]  # which routes agreed: "move_pages", "numa_maps"
+    pss_bytes: int | None = None
+    huge_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReceipt:
+    """What one protocol step did in one rank: faults and residency before and after are who-allocated evidence.
+
+    ``object_pages`` counts pages of the shared object whoever faulted them (st_blocks); ``mapped_pages`` those this
+    rank maps (smaps Rss).  ``not_applicable`` says why a step was replaced.
+    """
+
+    step: str
+    rank: int
+    seconds: float
+    minor_faults: tuple[int, int]
+    object_pages: tuple[int, int] | None
+    mapped_pages: tuple[int, int] | None
+    not_applicable: str | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPolicy:
+    """What is in force for one worker: its CPUs, its task policy and the nodes it is allowed (not bound) to use."""
+
+    rank: int
+    cpus_allowed: str
+    mems_allowed: str
+    task_policy: str
+    task_nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSample:
+    """One rank's audits at the three moments and its worker policy."""
+
+    rank: int
+    distributions: tuple[PageDistribution, ...]
+    worker: WorkerPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupSample:
+    """Creation, registration and loading: never inside steady TTFT."""
+
+    rank: int
+    receipts: tuple[StepReceipt, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(receipt.seconds for receipt in self.receipts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupMark:
+    """One lookup on the serial prefetch queue, in ns of the rank's clock.
+
+    ``start``/``done`` bound the kernel (L_i = done − start); ``wait_before``/``wait_after`` bound the consumer's
+    wait.  ``rows``, ``tiles`` and ``grid`` are the actual launch, not the request.
+    """
+
+    layer: int
+    hash_ready: int
+    submit: int
+    start: int
+    done: int
+    wait_before: int
+    wait_after: int
+    rows: int
+    tiles: int
+    grid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A named piece of the main stream: compute, gather, projection or gate."""
+
+    name: str
+    layer: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One marked step of one rank; every time on one base."""
+
+    rank: int
+    step: int
+    begin: int
+    end: int
+    tokens: int
+    lookups: tuple[LookupMark, ...]
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSample:
+    """Marked steps of one run at fixed token batches.  ``resolution_ns`` is the timer's."""
+
+    rank: int
+    state: str  # "low-reuse" or "repeated"
+    timelines: tuple[Timeline, ...]
+    resolution_ns: int
+    source_bytes: int  # per step, read from the host
+    staging_bytes: int  # per step, written for the consumer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSample:
+    """Unmarked steps of one run at fixed token batches; only the step clock runs.
+
+    ``main_ns`` is the step without the consumer's waits; ``communication_ns`` is None on one rank.
+    """
+
+    rank: int
+    tokens: int
+    step_ns: tuple[int, ...]
+    main_ns: tuple[int, ...]
+    communication_ns: tuple[int, ...] | None = None
+    communication_absent: str | None = "one rank has no collectives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request as its client saw it; times in ms since the load began, ``itl_ms`` are gaps between tokens."""
+
+    arrival_ms: float
+    prompt_tokens: int
+    output_tokens: int
+    status: str  # "ok", "rejected", "failed" or "incomplete"
+    ttft_ms: float | None = None
+    itl_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSample:
+    """Every planned request of one open-loop run."""
+
+    rank: int
+    slo: Slo
+    rate: float
+    duration_s: float
+    requests: tuple[RequestRecord, ...]
+    source: str = "suite loop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """One run of one arm: its samples, or the problems that stand in their place."""
+
+    index: int
+    block: int
+    arm: str
+    started_at: str  # ISO 8601, UTC
+    seconds: float
+    fingerprint: dict[str, str]
+    correctness_before: tuple[CorrectnessSample, ...] = ()
+    correctness_after: tuple[CorrectnessSample, ...] = ()
+    placement: tuple[PlacementSample, ...] = ()
+    startup: tuple[StartupSample, ...] = ()
+    overlap: tuple[OverlapSample, ...] = ()
+    compute: tuple[ComputeSample, ...] = ()
+    serving: tuple[ServingSample, ...] = ()
+    drift: dict[str, float] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What one schedule observed; evaluating it needs nothing else."""
+
+    plan: Plan
+    runs: tuple[RunRecord, ...]
+    provenance: dict[str, Any]
+    problems: tuple[Problem, ...] = ()
+    control: tuple[RunRecord, ...] = ()  # the local/remote positive control, where placement is judged
+    schema: int = SCHEMA_VERSION

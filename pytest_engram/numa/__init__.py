@@ -1,0 +1,1 @@
+"""The NUMA world: kernel calls, parsers, shared tables and peers.  Standard library and numpy only."""

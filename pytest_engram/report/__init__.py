@@ -1,0 +1,1 @@
+"""Renderers of a verdict: terminal, Markdown, JSON.  None of them decides anything."""

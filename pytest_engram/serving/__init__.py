@@ -1,0 +1,1 @@
+"""Open-loop load, its client-side records, and readers of serving tools."""

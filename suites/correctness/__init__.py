@@ -1,0 +1,1 @@
+"""Contract cases against the backend under test."""

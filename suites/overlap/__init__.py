@@ -1,0 +1,1 @@
+"""Experiments B1 and B2: the serial prefetch queue."""

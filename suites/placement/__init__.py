@@ -1,0 +1,1 @@
+"""Experiments A1 to A3: where the shared pages lie."""

@@ -1,0 +1,1 @@
+"""Patch experiments and recorded serving results."""
