@@ -1,1 +1,61 @@
 """Systems under test, found by entry point or import path."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pytest_engram.backends.protocol import CAPABILITIES, Backend
+from pytest_engram.errors import EngramError, UsageError
+
+GROUP = "pytest_engram.backends"
+_BUILT_IN = {"reference": "pytest_engram.backends.reference:ReferenceBackend"}  # also from an uninstalled checkout
+
+
+def known_backends() -> dict[str, str]:
+    """Name -> import path of every installed backend."""
+    return {**_BUILT_IN, **{point.name: point.value for point in entry_points(group=GROUP)}}
+
+
+def load_backend(spec: str) -> Backend:
+    """The backend named ``spec`` (an entry point of group ``pytest_engram.backends``, or ``pkg.mod:Class``).
+
+    Raises ``UsageError`` that names the known backends when there is none, when its import or constructor fails, or
+    when it does not satisfy the protocol.
+    """
+    path = known_backends().get(spec, spec)
+    if ":" not in path:
+        raise _bad(spec, "no such backend", "unknown-backend")
+    try:
+        backend = EntryPoint(name=spec, value=path, group=GROUP).load()()
+    except EngramError:
+        raise
+    except Exception as error:
+        raise _bad(spec, f"{type(error).__name__}: {error}", "backend-import") from error
+    return _checked(spec, backend)
+
+
+def _checked(spec: str, backend: Any) -> Backend:
+    """Refuse what does not satisfy the protocol, naming what is missing; methods are not called."""
+    if not isinstance(backend, Backend):
+        missing = [name for name in _members() if not hasattr(backend, name)]
+        raise _bad(spec, f"{type(backend).__name__} lacks {', '.join(missing)}", "backend-protocol")
+    if not backend.engines <= {"cpu", "cuda"} or not backend.engines:
+        raise _bad(spec, f"engines {sorted(backend.engines)}", "backend-protocol")
+    if unknown := backend.capabilities - set(CAPABILITIES):
+        raise _bad(spec, f"unknown capabilities {sorted(unknown)}", "backend-protocol")
+    return backend
+
+
+def _members() -> tuple[str, ...]:
+    return ("name", "engines", "capabilities", "differences", "receipt", "hasher", "lookup", "gate")
+
+
+def _bad(spec: str, seen: str, code: str) -> UsageError:
+    return UsageError(
+        seen, code=code, who=f"backend {spec!r}",
+        expected=f"engines of cpu and cuda, capabilities of {', '.join(CAPABILITIES)}"
+        if code == "backend-protocol" else f"one of {', '.join(sorted(known_backends()))}, or pkg.mod:Class",
+        way_out="see pytest_engram/backends/protocol.py" if code == "backend-protocol"
+        else "install the backend's distribution or correct the import path",
+    )  # fmt: skip

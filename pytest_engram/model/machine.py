@@ -44,6 +44,19 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAnswer:
+    """What one source knows about one GPU.  Absent fields are None; ``reason`` says why it names no node."""
+
+    nodes: tuple[int, ...] | None = None  # host NUMA nodes nearest to the GPU
+    cpus: tuple[int, ...] | None = None  # host CPUs nearest to the GPU
+    own_node: int | None = None  # the node of the GPU's own coherent memory: never its nearest host node
+    name: str | None = None
+    uuid: str | None = None
+    peers: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """NUMA nodes, sockets, GPUs and what the current process may use of them."""
 

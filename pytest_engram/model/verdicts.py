@@ -17,7 +17,7 @@ class Effect:
     high: float | None
     p_value: float | None
     blocks: int
-    per_block: tuple[float, ...] = ()
+    per_block: tuple[float | None, ...] = ()  # None: A measured 0 and the candidate did not
     note: str = ""
 
 

@@ -1,1 +1,1 @@
-"""Contract cases against the backend under test."""
+"""Does the system under test follow the behaviour contract?  Runs without a GPU, also under ``-n auto``."""

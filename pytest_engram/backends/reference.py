@@ -1,0 +1,83 @@
+"""The suite's own system under test: the numpy oracles behind the backend protocol."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pytest_engram import ledger
+from pytest_engram.backends.protocol import Launch, TableShard
+from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids
+from pytest_engram.rows import gated_residual, lookup_rows
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("layout.py", "hashing.py", "rows.py", "backends/reference.py", "gpu/gather.py", "gpu/_kernels.py")
+
+
+class ReferenceBackend:
+    """numpy on the CPU engine; on the CUDA engine its lookup is this package's own kernel."""
+
+    name = "reference"
+    engines = frozenset({"cpu", "cuda"})
+    capabilities = frozenset({"hash", "slot-cache", "lookup", "shards", "gate"})
+
+    def __init__(self) -> None:
+        self.differences: dict[str, str] = {}
+
+    def receipt(self) -> dict[str, str]:
+        """The package's version and the sha256 of each file that computes."""
+        present = [name for name in _SOURCES if (_PACKAGE / name).exists()]
+        hashes = {name: hashlib.sha256((_PACKAGE / name).read_bytes()).hexdigest() for name in present}
+        return {"backend": self.name, "version": _version(), **hashes}
+
+    def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> ReferenceHasher:
+        """See the protocol; ids are numpy on both engines."""
+        return ReferenceHasher(layout, token_map, slot_cache=slot_cache)
+
+    def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
+        """On numpy arrays ``cap`` only bounds the reported grid: one thread serves all rows."""
+        if not isinstance(out, np.ndarray):
+            from pytest_engram.gpu.gather import lookup  # noqa: PLC0415 - needs torch and triton
+
+            table: Any = shard
+            return Launch(*lookup(table, ids, out, cap=cap))
+        lookup_rows(shard, ids, out)
+        made = ledger.launch(len(ids), shard.local_heads, cap)
+        return Launch(made.rows, made.tiles, made.grid)
+
+    def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
+        """See the protocol; numpy and torch arrays alike."""
+        return gated_residual(hidden, key, value, query_norm, key_norm, keep=keep)
+
+
+class ReferenceHasher:
+    """Hash ids by the oracle; stateful only through its slot cache."""
+
+    def __init__(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> None:
+        self._layout, self._token_map, self._slot_cache = layout, np.asarray(token_map), slot_cache
+        self._cache: SlotCache | None = None
+
+    def __call__(self, batch: HashBatch) -> Any:
+        """Hash ids int32 [T, L, H]."""
+        if self._slot_cache and self._cache is None:
+            self.bind(1)
+        return hash_ids(self._layout, batch, self._token_map, self._cache)
+
+    def bind(self, num_slots: int) -> None:
+        """(Re)bind a slot cache; history is dropped."""
+        self._cache = SlotCache(num_slots) if self._slot_cache else None
+
+    def dummy(self, tokens: int) -> tuple[Any, Any]:
+        """(ids int32 [tokens, L, H] all dead, keep bool [tokens] all False) of a replica without requests (H17)."""
+        return dummy_ids(self._layout, tokens), np.zeros(tokens, dtype=bool)
+
+
+def _version() -> str:
+    try:
+        return version("pytest-engram")
+    except PackageNotFoundError:
+        return "source tree"

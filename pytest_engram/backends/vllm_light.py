@@ -1,0 +1,230 @@
+"""Load vLLM's own Engram files as they are, with the neighbours they import replaced by small stand-ins.
+
+The files are executed with a private ``__import__``: a name under ``vllm.`` is another Engram file or a stand-in,
+every other import is the real one.  ``sys.modules`` is never touched, so two versions and a real vLLM can live side
+by side.  A neighbour without a stand-in becomes a placeholder that says its name when the engine really uses it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import logging
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from pytest_engram.backends.vllm_source import EngineSource
+from pytest_engram.errors import EngramError, NotMeasurable
+
+INTERPRETED_SMS = 16  # the interpreter has no SMs; a small machine makes grids wrap in small cases
+_SHM = "/dev/shm"  # noqa: S108  vLLM's own constant, not a file that is created here
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What the engine asks of the world around it; one rank without a DP group unless set."""
+
+    interpreted: bool
+    tp_rank: int = 0
+    tp_size: int = 1
+    group: Any = None  # the DP replicas that share one table
+    config: Any = None
+    forward: Any = None  # the forward context, with dp_metadata
+    torch: dict[str, Any] = field(default_factory=dict)  # names that replace torch's own
+
+
+def prepare_triton() -> bool:
+    """True if kernels run under Triton's interpreter: decided before Triton is imported, by the absence of CUDA."""
+    torch = _require("torch", "pip install 'pytest-engram[gpu]'")
+    loaded = "triton" in sys.modules
+    if not torch.cuda.is_available() and not loaded:
+        os.environ["TRITON_INTERPRET"] = "1"
+    triton = _require("triton", "pip install --no-deps triton==3.8.0 (runs interpreted beside a CPU torch)")
+    interpreted = type(triton.language.sum).__name__ == "InterpretedFunction"
+    if not interpreted and not torch.cuda.is_available():
+        raise NotMeasurable(
+            "Triton was imported as a compiler, but there is no CUDA device", code="triton-not-interpreted",
+            expected="TRITON_INTERPRET=1 before the first import of triton",
+            way_out="set TRITON_INTERPRET=1 in the environment and start again",
+        )  # fmt: skip
+    return interpreted
+
+
+def _require(name: str, way_out: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotMeasurable(
+            f"vLLM's Engram modules need {name} ({error})", code=f"no-{name}", way_out=way_out
+        ) from None
+
+
+class LightEngine:
+    """One vLLM's Engram modules.  ``get`` finds a public class or function in the GPU file, else in the common one."""
+
+    def __init__(self, source: EngineSource, around: Surroundings) -> None:
+        self.source, self.around = source, around
+        self._files = {path[:-3].replace("/", "."): path for path in source.files}
+        self._modules: dict[str, ModuleType] = {}
+        self._names = _stand_ins(around)
+        ends = (".nvidia.engram", ".common.engram")
+        entries = [name for end in ends for name in sorted(self._files) if name.endswith(end)]
+        self.entries = [self._module(name) for name in entries]
+
+    def get(self, name: str) -> Any:
+        """The engine's own ``name``; ``EngramError`` if its files have no such thing."""
+        for module in self.entries:
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise EngramError(
+            f"no {name} in its Engram files", code="engine-api-changed", who=f"vLLM {self.source.version}",
+            where=str(self.source.root), way_out="use a tested version, for example vllm@0.31.0",
+        )  # fmt: skip
+
+    def _module(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            relative = self._files.get(name)
+            module = ModuleType(name) if relative else _Neighbour(name, self._names)
+            self._modules[name] = module
+            if relative:
+                self._run(module, relative)
+        return self._modules[name]
+
+    def _run(self, module: ModuleType, relative: str) -> None:
+        path = self.source.root / relative
+        scope = module.__dict__
+        scope.update(__file__=str(path), __package__=module.__name__.rpartition(".")[0])
+        scope["__builtins__"] = {**vars(builtins), "__import__": self._import}
+        try:
+            exec(compile(path.read_bytes(), str(path), "exec"), scope)  # noqa: S102  running it is the point
+        except EngramError:
+            raise
+        except Exception as error:
+            raise EngramError(
+                f"{type(error).__name__}: {error}", code="engine-import", who=f"vLLM {self.source.version}",
+                where=str(path), way_out="use a tested version of vLLM, torch and triton",
+            ) from error  # fmt: skip
+        if "torch" in scope:
+            scope["torch"] = _Torch(self.around)
+
+    def _import(self, name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
+        if level:
+            name, level = importlib.util.resolve_name("." * level + name, scope["__package__"]), 0
+        if name.partition(".")[0] != "vllm":
+            return builtins.__import__(name, scope, local, names, level)
+        return self._module(name if names else "vllm")
+
+
+class _Neighbour(ModuleType):
+    """A vLLM module that is not an Engram file: its names come from the stand-ins, whichever module they live in."""
+
+    def __init__(self, name: str, names: dict[str, Any]) -> None:
+        super().__init__(name)
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._names[name] if name in self._names else _Missing(name, (), {"module": self.__name__})
+
+
+class _Missing(type):
+    """A class in the place of a neighbour: good in annotations, an error that names it when it is called."""
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise EngramError(
+            f"the engine called {cls.__dict__['module']}.{cls.__name__}, which has no stand-in",
+            code="engine-neighbour", way_out="run this path with a full vLLM, or add a stand-in",
+        )  # fmt: skip
+
+
+class _Torch(ModuleType):
+    """torch as one engine sees it: collectives go to our own group, and the interpreter answers as a device."""
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__("torch")
+        self._around = around
+        if around.interpreted:
+            sms = SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
+            around.torch.setdefault("cuda", SimpleNamespace(get_device_properties=lambda _: sms))
+            around.torch.setdefault("accelerator", SimpleNamespace(current_device_index=lambda: 0))
+        around.torch.setdefault("distributed", _Collectives())
+
+    def __getattr__(self, name: str) -> Any:
+        replaced = self._around.torch
+        return replaced[name] if name in replaced else getattr(sys.modules["torch"], name)
+
+
+class _Collectives:
+    """The two collectives of the storage protocol, on our own rendezvous (``numa.group.Group``)."""
+
+    @staticmethod
+    def all_gather_object(out: list[Any], value: Any, group: Any) -> None:
+        out[:] = group.all_gather(value, step="engine all_gather")
+
+    @staticmethod
+    def barrier(group: Any) -> None:
+        group.barrier(step="engine barrier")
+
+
+class _Log(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only from Python 3.11
+    def warning_once(self, *values: Any) -> None:
+        self.warning(*values)
+
+    info_once = warning_once
+
+
+def _stand_ins(around: Surroundings) -> dict[str, Any]:
+    torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
+
+    def check_free_space(
+        wanted: int, shm_path: str = _SHM, *, allocation_name: str = "shared-memory allocation"
+    ) -> None:
+        free = shutil.disk_usage(shm_path).free
+        if wanted > free:
+            raise RuntimeError(f"Insufficient space in {shm_path} for {allocation_name}: {wanted} bytes, {free} free")
+
+    def set_weight_attrs(parameter: Any, values: dict[str, Any] | None) -> None:
+        for name, value in (values or {}).items():
+            setattr(parameter, name, value)
+
+    return {
+        "triton": triton, "tl": triton.language, "SHM_PATH": _SHM, "check_shm_free_space": check_free_space,
+        "get_current_vllm_config": lambda: around.config,
+        "get_tensor_model_parallel_rank": lambda: around.tp_rank,
+        "get_tensor_model_parallel_world_size": lambda: around.tp_size,
+        "get_dp_group": lambda: around.group, "get_engram_dp_group": lambda: around.group,
+        "get_engram_dp_size": lambda: around.group.world_size if around.group else 1,
+        "get_forward_context": lambda: around.forward,
+        "is_forward_context_available": lambda: around.forward is not None,
+        "init_logger": lambda name: _Log(logging.getLogger(name), {}),
+        "set_weight_attrs": set_weight_attrs, "eager_break_during_capture": lambda function: function,
+        "ColumnParallelLinear": _linear(torch),
+        "current_platform": _platform(torch),
+        "is_uva_available": torch.cuda.is_available,
+        # A Triton kernel takes a registered host tensor as it is: its address is valid on the device.
+        "get_accelerator_view_from_cpu_tensor": lambda tensor: tensor,
+    }  # fmt: skip
+
+
+def _linear(torch: Any) -> Any:
+    class Linear(torch.nn.Linear):  # type: ignore[misc]
+        """The projection of one TP rank, without bias or quantisation, in bf16."""
+
+        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+            super().__init__(inputs, outputs, bias=False, dtype=torch.bfloat16)
+
+    return Linear
+
+
+def _platform(torch: Any) -> Any:
+    def capable(family: int, device: int = 0) -> bool:
+        return bool(torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == family // 10)
+
+    return SimpleNamespace(
+        is_cuda=torch.cuda.is_available, is_rocm=lambda: False, is_device_capability_family=capable
+    )  # fmt: skip

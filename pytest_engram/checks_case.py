@@ -1,0 +1,194 @@
+"""What a contract case is made of: the case, the probe that drives one backend, the finding where they differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pytest_engram.backends.protocol import Backend, Hasher, Launch, TableShard
+from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, hash_ids, synthetic_token_map
+from pytest_engram.rows import decode_rows, lookup_rows, same_bits
+
+_UNWRITTEN = 0x4BCD  # no FP8 value times a power of two has so long a mantissa
+_TOKENS = 129_000  # drawn token ids stay below the image sentinel
+
+
+class Unsupported(Exception):  # noqa: N818 - an absence, not an error
+    """The backend has the capability in general but not what this case needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Where a backend differs from the oracle; ``token``, ``head`` and ``layer`` where they exist."""
+
+    detail: str
+    token: int | None = None
+    head: int | None = None
+    layer: int | None = None
+    expected: str | None = None
+    seen: str | None = None
+
+
+class Probe:
+    """Drives one backend on one engine; ``rng`` depends on the seed and the case."""
+
+    def __init__(self, backend: Backend, engine: str, seed: int, case: str) -> None:
+        self.backend, self.engine = backend, engine
+        self.rng = np.random.default_rng([seed, zlib.crc32(case.encode())])
+        self.layout = EngramLayout.deepseek_v41()
+        self.token_map = synthetic_token_map()
+
+    def tokens(self, count: int) -> Any:
+        """Random token ids int32 [count], none of them the image sentinel."""
+        return self.rng.integers(0, _TOKENS, count, dtype=np.int32)
+
+    def hasher(self, slots: int | None = None, layout: EngramLayout | None = None) -> Hasher:
+        """A fresh hasher, with a bound slot cache of ``slots`` slots if given."""
+        made = self.backend.hasher(layout or self.layout, self.token_map, slot_cache=slots is not None)
+        if slots is not None:
+            made.bind(slots)
+        return made
+
+    def ids(self, batch: HashBatch, cache: SlotCache | None = None, layout: EngramLayout | None = None) -> Any:
+        """The oracle's ids of a batch."""
+        return hash_ids(layout or self.layout, batch, self.token_map, cache)
+
+    def differs(self, batch: HashBatch, expected: Any = None, *, hasher: Hasher | None = None) -> Finding | None:
+        """Hash ``batch`` with the backend; ``expected`` ids int32 [≤ T, L, H], the oracle's own by default."""
+        seen = (hasher or self.hasher())(batch)
+        return ids_differ(seen, self.ids(batch) if expected is None else expected, self.layout)
+
+    def place(self, array: Any) -> Any:
+        """A numpy array as this engine's backends take it; strides of a later slice are kept."""
+        if self.engine == "cpu":
+            return array
+        import torch  # noqa: PLC0415 - only the CUDA engine has torch
+
+        return torch.from_numpy(array).cuda()
+
+    def shard(self, weight: Any, scales: Any, *, heads: int, start: int = 0, end: int | None = None) -> TableShard:
+        """A shard of all ``heads`` columns whose rows start at hash id ``start``."""
+        last = start + len(weight) if end is None else end
+        return TableShard(weight, scales, start, last, 0, heads, heads)
+
+    def lookup(self, shard: TableShard, ids: Any, cap: int | None = None) -> tuple[Any, Launch]:
+        """(rows u16 [T, local_heads, dim], launch) through the backend; ``shard`` and ``ids`` as placed arrays."""
+        shape = (ids.shape[0], shard.local_heads, shard.weight.shape[1])
+        out = self.place(np.full(shape, _UNWRITTEN, dtype=np.uint16).view(np.int16))
+        out = out.view(np.uint16) if self.engine == "cpu" else out.view(_bfloat16())
+        launch = self.backend.lookup(shard, ids, out, cap=cap)
+        return to_numpy(out), launch
+
+    def rows_differ(self, shard: TableShard, ids: Any, cap: int | None = None) -> Finding | None:
+        """Look up ``ids`` (numpy, any stride) in a numpy shard with the backend and with the oracle."""
+        expected = np.empty((len(ids), shard.local_heads, shard.weight.shape[1]), dtype=np.uint16)
+        lookup_rows(shard, ids, expected)
+        placed = _replace(shard, self.place(shard.weight), self.place(shard.scales))
+        seen, _ = self.lookup(placed, self.place_strided(ids), cap)
+        return rows_differ(seen, expected, ids, head_start=shard.head_start)
+
+    def place_strided(self, ids: Any) -> Any:
+        """Place the array that ``ids`` is a view of and cut the same view out of it."""
+        if self.engine == "cpu":
+            return ids
+        placed = self.place(np.ascontiguousarray(ids))
+        wide = placed.new_empty((placed.shape[0], 2 * placed.shape[1]))
+        wide[:, ::2] = placed
+        return placed if ids.flags.c_contiguous else wide[:, ::2]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One behaviour: ``run`` returns the first difference, or None.  Its docstring is the behaviour in a sentence."""
+
+    name: str
+    contract: str
+    capability: str
+    run: Callable[[Probe], Finding | None]
+    compact: bool = False  # part of gate 0's evidence in every run
+
+    @property
+    def behaviour(self) -> str:
+        """What the case asserts, for reports."""
+        return " ".join((self.run.__doc__ or self.name).split())
+
+
+def ids_differ(seen: Any, expected: Any, layout: EngramLayout) -> Finding | None:
+    """The first token, layer and head whose id differs; tokens of ``seen`` past ``expected`` are not judged."""
+    ids = to_numpy(seen)
+    if ids.dtype != np.int32 or ids.shape[1:] != expected.shape[1:] or len(ids) < len(expected):
+        return Finding(
+            detail="wrong dtype or shape", expected=f"int32 {expected.shape}", seen=f"{ids.dtype} {ids.shape}"
+        )
+    wrong = np.argwhere(ids[: len(expected)] != expected)
+    if not len(wrong):
+        return None
+    token, layer, head = map(int, wrong[0])
+    return Finding(
+        detail=f"{len(wrong)} of {expected.size} ids differ", token=token, head=head, layer=layout.layer_ids[layer],
+        expected=str(expected[token, layer, head]), seen=str(ids[token, layer, head]),
+    )  # fmt: skip
+
+
+def rows_differ(
+    seen: Any, expected: Any, ids: Any = None, *, head_start: int = 0, layer: int | None = None
+) -> Finding | None:
+    """The first token and head whose bf16 bits differ, with the hash id and the column; NaN equals NaN."""
+    if seen.shape != expected.shape:
+        return Finding(detail="wrong shape", layer=layer, expected=str(expected.shape), seen=str(seen.shape))
+    wrong = np.argwhere(~same_bits(seen, expected))
+    if not len(wrong):
+        return None
+    token, head, column = map(int, wrong[0])
+    column_id = head_start + head
+    known = ids is not None and column_id < ids.shape[1]
+    return Finding(
+        detail=f"{len(wrong)} of {expected.size} values differ, first in column {column}"
+        + (f" of hash id {ids[token, column_id]}" if known else ""),
+        token=token, head=column_id, layer=layer, expected=_bits(expected[token, head, column]),
+        seen="not written" if seen[token, head, column] == _UNWRITTEN else _bits(seen[token, head, column]),
+    )  # fmt: skip
+
+
+def source_rows(source: Callable[[Any], tuple[Any, Any]], ids: Any, rows: int, dim: int) -> Any:
+    """bf16 bits u16 [T, H, dim] that ``ids`` int32 [T, H] must give: ``source`` rows, zeros outside [0, rows)."""
+    expected = np.zeros((*ids.shape, dim), dtype=np.uint16)
+    owned = (ids >= 0) & (ids < rows)
+    if owned.any():
+        expected[owned] = decode_rows(*source(ids[owned].astype(np.int64)))
+    return expected
+
+
+def to_numpy(array: Any) -> Any:
+    """A numpy array of a backend's answer; bf16 tensors become u16 bit patterns."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor = array.detach().cpu()
+    if "bfloat16" in str(tensor.dtype):
+        return tensor.view(_int16()).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def _replace(shard: TableShard, weight: Any, scales: Any) -> TableShard:
+    return TableShard(weight, scales, shard.start, shard.end, shard.head_start, shard.local_heads, shard.total_heads)
+
+
+def _bits(value: Any) -> str:
+    number = np.array([int(value) << 16], dtype=np.uint32).view(np.float32)[0]
+    return f"0x{int(value):04x} ({number:g})"
+
+
+def _bfloat16() -> Any:
+    import torch  # noqa: PLC0415 - only the CUDA engine has torch
+
+    return torch.bfloat16
+
+
+def _int16() -> Any:
+    import torch  # noqa: PLC0415 - only a torch backend gets here
+
+    return torch.int16

@@ -1,0 +1,291 @@
+"""The contract cases of lookups and the gate: L1–L5, L7–L11 and the rows of H17."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pytest_engram import ledger
+from pytest_engram.backends.protocol import TableShard
+from pytest_engram.checks_case import Case, Finding, Probe, rows_differ, to_numpy
+from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
+from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
+
+_DIM = 256
+_HEADS = 3
+_NAN_CODE = 0x7F
+_GATE_TOLERANCE = 3e-5  # float32 sums of 5,120 terms, then a square root; a wrong clamp moves results by 1e-4
+
+
+def exact_rows(probe: Probe) -> Finding | None:
+    """Rows are FP8 → FP32 × 2^(byte − 127) → bf16, bit by bit, for 1, 7 and 256 tokens."""
+    shard = _table(probe, 500)
+    for count in (1, 7, 256):
+        if found := probe.rows_differ(shard, _drawn(probe, shard, count)):
+            return replace(found, detail=f"{count} tokens: {found.detail}")
+    return None
+
+
+def background(probe: Probe) -> Finding | None:
+    """A capped (background) grid gives the same bits and reports rows, tiles of 16 and programs of the launch."""
+    shard = _table(probe, 300)
+    ids = _drawn(probe, shard, 41)
+    for cap in (1, 3, 64):
+        if found := probe.rows_differ(shard, ids, cap):
+            return replace(found, detail=f"cap {cap}: {found.detail}")
+        _, seen = probe.lookup(_placed(probe, shard), probe.place(ids), cap)
+        made = ledger.launch(41, _HEADS, cap)
+        if (seen.rows, seen.tiles) != (made.rows, made.tiles) or not 1 <= seen.grid <= made.grid:
+            return Finding(detail=f"launch under cap {cap}", expected=str(made), seen=str(seen))
+    return None
+
+
+def every_code(probe: Probe) -> Finding | None:
+    """Every finite FP8 code, −0.0 and subnormals among them, under scale bytes 20 … 240."""
+    return _codes(probe, probe.rng.choice(np.arange(20, 241), 12), nan=False)
+
+
+def scale_zero(probe: Probe) -> Finding | None:
+    """Scale byte 0 gives 0.0 with the value's sign, not 2^−127."""
+    return _codes(probe, [0], nan=False)
+
+
+def scale_255(probe: Probe) -> Finding | None:
+    """Scale byte 255 gives infinity (and NaN for zero values), not NaN throughout."""
+    return _codes(probe, [255], nan=False)
+
+
+def scale_extremes(probe: Probe) -> Finding | None:
+    """Scale bytes 1 and 254: subnormal results are kept, 448 × a large scale overflows to infinity."""
+    return _codes(probe, [1, 2, 9, 246, 253, 254], nan=False)
+
+
+def nan_codes(probe: Probe) -> Finding | None:
+    """The two FP8 NaN codes stay NaN under every scale."""
+    return _codes(probe, [0, 1, 127, 254, 255], nan=True)
+
+
+def bounds(probe: Probe) -> Finding | None:
+    """Ids outside [start, end), DEAD_ID among them, give zeros; start and end − 1 are owned; row 0 is not read."""
+    ids = [DEAD_ID, 99, 100, 101, 149, 150, 151, 2**31 - 1, -(2**31), 0, 99, 149]
+    wanted = np.array(ids, dtype=np.int32).reshape(4, _HEADS)
+    for start in (100, 0):
+        weight, scales = _content(probe, 50)
+        weight[[0, -1]], scales[[0, -1]] = _NAN_CODE, 255  # zero times a row that must not be read is not zero
+        shard = probe.shard(weight, scales, heads=_HEADS, start=start)
+        if found := probe.rows_differ(shard, wanted - np.int32(100 - start) * (wanted > 0)):
+            return replace(found, detail=f"rows [{start}, {start + 50}): {found.detail}")
+    return None
+
+
+def dead_rows(probe: Probe) -> Finding | None:
+    """A dummy or padded batch of DEAD_ID gives zero rows, for 0 and 7 tokens (H17's rows, L10's padding)."""
+    shard = _table(probe, 20)
+    for count in (0, 7):
+        if found := probe.rows_differ(shard, np.full((count, _HEADS), DEAD_ID, dtype=np.int32)):
+            return found
+    return None
+
+
+def padded_heads(probe: Probe) -> Finding | None:
+    """A shard's columns past the true heads give zeros: 23 heads over 4 shards, 24 over 5."""
+    for heads, shards in ((23, 4), (24, 5)):
+        weight, scales, primes = _heads(probe, heads)
+        part = head_shard(primes, shards, shards - 1)
+        shard = _cut(weight, scales, part, heads)
+        if found := probe.rows_differ(shard, _head_ids(probe, primes, 3)):
+            return replace(found, detail=f"{heads} heads over {shards} shards: {found.detail}")
+    return None
+
+
+def shards_assemble(probe: Probe) -> Finding | None:
+    """The shards' outputs side by side, cut to the true heads, are the whole lookup."""
+    return _assembled(probe, 24, [(rank, rank) for rank in range(5)], 5)
+
+
+def tp_major(probe: Probe) -> Finding | None:
+    """Head order is TP-major with DP inside: shard rank = tp rank × dp size + dp rank."""
+    order = [(shard_rank(tp, dp, 3), tp * 3 + dp) for tp in range(2) for dp in range(3)]
+    return _assembled(probe, 12, order, 6)
+
+
+def strided_ids(probe: Probe) -> Finding | None:
+    """Ids are an int32 slice [:, layer] of [T, L, H], read by its strides."""
+    shard = _table(probe, 200)
+    base = probe.rng.integers(0, 200, (9, 2, _HEADS), dtype=np.int32)
+    return probe.rows_differ(shard, base[:, 1]) or probe.rows_differ(shard, np.repeat(base[:, 0], 2, axis=1)[:, ::2])
+
+
+def wide_addresses(probe: Probe) -> Finding | None:
+    """Row addresses are 64 bit: rows at and past byte 2^31 of the weights are the right ones."""
+    wrap = 2**31 // _DIM
+    weight = np.zeros((wrap + 4, _DIM), dtype=np.uint8)  # untouched pages cost nothing on the host
+    scales = np.zeros((wrap + 4, _DIM // 32), dtype=np.uint8)
+    for first in (0, wrap - 2):
+        weight[first : first + 4], scales[first : first + 4] = synthetic_rows(first, first + 4, _DIM, layer=0, seed=1)
+    ids = np.array([[0, 1, wrap - 1], [wrap, wrap + 1, 2]], dtype=np.int32)
+    return probe.rows_differ(probe.shard(weight, scales, heads=_HEADS), ids)
+
+
+def spare_rows(probe: Probe) -> Finding | None:
+    """A table with 7 rows more than its primes cover: the spare rows belong to no id."""
+    weight, scales = _content(probe, 57)
+    shard = probe.shard(weight, scales, heads=_HEADS, end=50)
+    ids = np.array([[49, 50, 51], [56, 0, 57]], dtype=np.int32)
+    return probe.rows_differ(shard, ids)
+
+
+def token_counts(probe: Probe) -> Finding | None:
+    """Token counts around tiles and sequence-parallel chunks: 0, 1, 3 … 5, 63 … 65, 127 … 129."""
+    shard = replace(_table(probe, 400), head_start=1, local_heads=1)
+    for count in (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129):
+        if found := probe.rows_differ(shard, _drawn(probe, shard, count)):
+            return replace(found, detail=f"{count} tokens: {found.detail}")
+    return None
+
+
+def gate(probe: Probe) -> Finding | None:
+    """hidden + sigmoid(signed sqrt of the normalised dot product) × value, for widths 96, 257 and 5120."""
+    for dim in (96, 257, 5120):
+        if found := _gate_differs(probe, _gate_inputs(probe, 4, dim)):
+            return replace(found, detail=f"width {dim}: {found.detail}")
+    return None
+
+
+def gate_clamp(probe: Probe) -> Finding | None:
+    """|dot| is clamped at 1e-6 before the root, and a dot of exactly 0 counts as positive."""
+    hidden, key, value, query_norm, key_norm = _gate_inputs(probe, 3, 96)
+    hidden[:, ::2] = key[:, 1::2] = 0
+    return _gate_differs(probe, (hidden, key, 40 * value, query_norm, key_norm))
+
+
+def gate_epsilon(probe: Probe) -> Finding | None:
+    """eps 1e-20 keeps an all-zero and a tiny hidden state finite, and counts where the mean square is smaller."""
+    hidden, *rest = _gate_inputs(probe, 3, 96)
+    hidden[0] = 0
+    hidden[1] *= np.float32(1e-11)
+    return _gate_differs(probe, (hidden, *rest))
+
+
+def gate_closed(probe: Probe) -> Finding | None:
+    """A padded or masked token passes its hidden state unchanged, bit by bit."""
+    inputs = _gate_inputs(probe, 7, 96)
+    for keep in (np.arange(7) % 2 == 0, np.zeros(7, dtype=bool)):
+        seen = to_numpy(probe.backend.gate(*map(probe.place, (*inputs, keep))))
+        wrong = np.argwhere((seen != inputs[0]) & ~keep[:, None])
+        if len(wrong):
+            token, column = map(int, wrong[0])
+            return Finding(
+                detail=f"masked token changed in column {column}", token=token,
+                expected=str(inputs[0][token, column]), seen=str(seen[token, column]),
+            )  # fmt: skip
+    return _gate_differs(probe, inputs, np.arange(7) % 2 == 0)
+
+
+def _content(probe: Probe, rows: int) -> tuple[Any, Any]:
+    return synthetic_rows(0, rows, _DIM, layer=0, seed=int(probe.rng.integers(2**31)))
+
+
+def _table(probe: Probe, rows: int) -> TableShard:
+    return probe.shard(*_content(probe, rows), heads=_HEADS)
+
+
+def _placed(probe: Probe, shard: TableShard) -> TableShard:
+    return replace(shard, weight=probe.place(shard.weight), scales=probe.place(shard.scales))
+
+
+def _drawn(probe: Probe, shard: TableShard, tokens: int) -> Any:
+    return probe.rng.integers(shard.start, shard.end, (tokens, shard.total_heads), dtype=np.int32)
+
+
+def _codes(probe: Probe, scale_bytes: Any, *, nan: bool) -> Finding | None:
+    """One row per scale byte; each row holds all 256 value codes, in which NaN codes stand or are replaced."""
+    codes = np.arange(_DIM, dtype=np.uint8)
+    if not nan:
+        codes[(codes & 0x7F) == _NAN_CODE] -= 1
+    weight = np.tile(codes, (len(scale_bytes), 1))
+    scales = np.repeat(np.asarray(scale_bytes, dtype=np.uint8)[:, None], _DIM // 32, axis=1)
+    shard = probe.shard(weight, scales, heads=1)
+    found = probe.rows_differ(shard, np.arange(len(weight), dtype=np.int32)[:, None])
+    if found is None or found.token is None:
+        return found
+    return replace(found, detail=f"scale byte {scale_bytes[found.token]}: {found.detail}")
+
+
+def _heads(probe: Probe, heads: int) -> tuple[Any, Any, Any]:
+    """(weight, scales, primes) of a small table with one prime per head."""
+    layout = EngramLayout.for_rows(50 * heads, layers=(1,), max_ngram=2, n_heads=heads)
+    return *_content(probe, layout.rows(0)), layout.primes[0]
+
+
+def _head_ids(probe: Probe, primes: Any, tokens: int) -> Any:
+    offsets = np.cumsum(primes) - primes
+    return (offsets + probe.rng.integers(0, primes, (tokens, len(primes)))).astype(np.int32)
+
+
+def _cut(weight: Any, scales: Any, part: Any, heads: int) -> TableShard:
+    rows = slice(part.start, part.end)
+    return TableShard(weight[rows], scales[rows], part.start, part.end, part.head_start, part.local_heads, heads)
+
+
+def _assembled(probe: Probe, heads: int, order: list[tuple[int, int]], shards: int) -> Finding | None:
+    """``order`` gives (shard rank, place of its output); the concatenation must equal the whole lookup."""
+    weight, scales, primes = _heads(probe, heads)
+    ids = _head_ids(probe, primes, 3)
+    expected = np.empty((3, heads, _DIM), dtype=np.uint16)
+    lookup_rows(TableShard(weight, scales, 0, len(weight), 0, heads, heads), ids, expected)
+    parts: dict[int, Any] = {}
+    for rank, place in order:
+        shard = _cut(weight, scales, head_shard(primes, shards, rank), heads)
+        parts[place], _ = probe.lookup(_placed(probe, shard), probe.place(ids))
+    seen = np.concatenate([parts[place] for place in sorted(parts)], axis=1)[:, :heads]
+    return rows_differ(seen, expected, ids)
+
+
+def _gate_inputs(probe: Probe, tokens: int, dim: int) -> tuple[Any, ...]:
+    """(hidden, key, value [T, D], query_norm, key_norm [D]) float32."""
+    wide = probe.rng.standard_normal((3, tokens, dim), dtype=np.float32)
+    norms = 1 + probe.rng.standard_normal((2, dim), dtype=np.float32) / 8
+    return (*wide, *norms)
+
+
+def _gate_differs(probe: Probe, inputs: tuple[Any, ...], keep: Any = None) -> Finding | None:
+    mask = np.ones(len(inputs[0]), dtype=bool) if keep is None else keep
+    expected = gated_residual(*(each.astype(np.float64) for each in inputs), keep=mask)
+    seen = to_numpy(probe.backend.gate(*map(probe.place, (*inputs, mask))))
+    if seen.shape != expected.shape:
+        return Finding(detail="wrong shape", expected=str(expected.shape), seen=str(seen.shape))
+    wrong = np.argwhere(~(abs(seen - expected) <= _GATE_TOLERANCE * (1 + abs(expected))))
+    if not len(wrong):
+        return None
+    token, column = map(int, wrong[0])
+    return Finding(
+        detail=f"{len(wrong)} values differ, first in column {column}", token=token,
+        expected=f"{expected[token, column]:.7g}", seen=f"{seen[token, column]:.7g}",
+    )  # fmt: skip
+
+
+LOOKUP_CASES = (
+    Case("exact-rows", "L1", "lookup", exact_rows),
+    Case("background", "L1", "lookup", background, compact=True),
+    Case("every-code", "L2", "lookup", every_code, compact=True),
+    Case("scale-byte-0", "L2", "lookup", scale_zero),
+    Case("scale-byte-255", "L2", "lookup", scale_255),
+    Case("scale-extremes", "L2", "lookup", scale_extremes),
+    Case("nan-codes", "L2", "lookup", nan_codes),
+    Case("bounds", "L3", "lookup", bounds, compact=True),
+    Case("padded-heads", "L4", "shards", padded_heads, compact=True),
+    Case("shards-assemble", "L4", "shards", shards_assemble),
+    Case("strided-ids", "L5", "lookup", strided_ids, compact=True),
+    Case("wide-addresses", "L5", "lookup", wide_addresses),
+    Case("spare-rows", "L7", "lookup", spare_rows),
+    Case("tp-major", "L8", "shards", tp_major),
+    Case("token-counts", "L9", "lookup", token_counts),
+    Case("dead-rows", "L10", "lookup", dead_rows),
+    Case("gate", "L11", "gate", gate, compact=True),
+    Case("gate-clamp", "L11", "gate", gate_clamp),
+    Case("gate-epsilon", "L11", "gate", gate_epsilon),
+    Case("gate-closed", "L11", "gate", gate_closed, compact=True),
+)

@@ -1,0 +1,132 @@
+"""The ``pytest-engram`` command: what can be done without collecting a test."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_engram.errors import EngramError, NotMeasurable, UsageError
+
+Handler = Callable[[argparse.Namespace], int]
+EXIT_USAGE = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake is one line on stderr and exit code 4."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.handler(arguments))
+    except NotMeasurable as absent:
+        print(f"NOT_MEASURED: {absent}", file=sys.stderr)
+        return 12
+    except EngramError as error:
+        print(f"pytest-engram: error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, UsageError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pytest-engram", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _doctor_arguments(_command(commands, "doctor", _doctor, "what this machine can prove, gate by gate, and why not"))
+    _plan_arguments(_command(commands, "plan", _plan, "allocations, bytes, minutes and the detectable effect"))
+    _gate_arguments(_command(commands, "gate", _gate, "judge result files again, offline; compare with a baseline"))
+    _calibrate_arguments(_command(commands, "calibrate", _calibrate, "how often the rules err, by simulation"))
+    _experiments_arguments(_command(commands, "experiments", _experiments, "list or validate experiment files"))
+    return parser
+
+
+def _command(commands: Any, name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(handler=handler)
+    return command
+
+
+def _doctor_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--root", type=Path, default=Path("/"), help="read a recorded machine below this folder")
+    command.add_argument("--json", action="store_true", help="topology and provenance as JSON")
+
+
+def _plan_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("experiment", nargs="*", help="experiment ids (default: all)")
+    command.add_argument("--experiments", action="append", metavar="PATH", help="YAML file or folder")
+    command.add_argument("--engine", default="auto", choices=("auto", "cpu", "cuda"))
+    command.add_argument("--backend", default="reference")
+    command.add_argument("--candidate")
+    command.add_argument("--rows", help="rows per Engram layer, or full")
+    command.add_argument("--pairs", type=int, help="blocks per schedule")
+    command.add_argument("--seed", type=int, default=20261)
+    command.add_argument("--pilot", type=int, default=6, metavar="N", help="base-arm runs to estimate noise (0: none)")
+
+
+def _gate_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    command.add_argument("--baseline", type=Path, help="a result file whose cases must all be present")
+    command.add_argument("--require", metavar="B1:4,A3:1", help="gates that must be reached")
+    command.add_argument("--markdown", type=Path, metavar="OUT", help="render the report again")
+
+
+def _calibrate_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trials", type=int, default=10_000)
+    command.add_argument("--seed", type=int, default=20261)
+
+
+def _experiments_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("action", choices=("list", "validate"))
+    command.add_argument("paths", nargs="*", type=Path)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from pytest_engram import codec, doctor, engines, provenance
+    from pytest_engram.numa.topology import read_topology
+    from pytest_engram.session import load_experiments
+
+    topology, found = read_topology(arguments.root), provenance.collect(arguments.root)
+    if arguments.json:
+        print(codec.encode({"topology": codec.to_builtins(topology), "provenance": found}).decode())
+        return 0
+    experiments = list(load_experiments().values())
+    print(doctor.render(topology, found, doctor.diagnose(topology, found, experiments, engines.availability())))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from pytest_engram import forecast
+
+    for line in forecast.lines(arguments):
+        print(line, flush=True)
+    return 0
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    from pytest_engram.report.results import gate_files
+
+    _verdicts, code, lines = gate_files(
+        arguments.files, baseline=arguments.baseline, require=arguments.require, markdown=arguments.markdown
+    )
+    print("\n".join(lines))
+    return code
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from pytest_engram import calibration
+
+    print(calibration.render(calibration.table(trials=arguments.trials, seed=arguments.seed)))
+    return 0
+
+
+def _experiments(arguments: argparse.Namespace) -> int:
+    from pytest_engram.session import load_experiments
+
+    for known in load_experiments(arguments.paths).values():
+        arms = ", ".join(f"{arm}: {settings}" for arm, settings in known.arms.items())
+        print(f"{known.id:6} {known.claim.value:13} {known.variable:10} {known.title}")
+        if arguments.action == "list":
+            print(f"       {arms}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""What an experiment will cost and can resolve, said before anything is measured (``pytest-engram plan``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pytest_engram import engines, metrics, planning, runner, session, stats
+from pytest_engram.engines.tables import table_bytes
+from pytest_engram.errors import NotMeasurable
+from pytest_engram.model import Evidence, Experiment, Plan, RunRecord
+from pytest_engram.numa.topology import read_topology
+
+GIB = 1 << 30
+
+
+def lines(arguments: Any) -> Iterator[str]:
+    """One paragraph per experiment: allocations, bytes, minutes, detectable effect, or why it cannot run here."""
+    known = session.load_experiments(arguments.experiments)
+    session.check_ids(arguments.experiment, known)
+    topology = read_topology()
+    choices = planning.Choices(
+        engine=engines.choose(arguments.engine), engines=engines.availability(), backend=arguments.backend,
+        candidate=arguments.candidate, rows=arguments.rows, blocks=arguments.pairs, seed=arguments.seed,
+    )  # fmt: skip
+    for name in arguments.experiment or known:
+        yield f"{name}  {known[name].title}"
+        try:
+            plan = planning.make_plan(known[name], topology, choices)
+        except NotMeasurable as absent:
+            yield f"    cannot run here: {absent.seen}"
+            continue
+        yield from _costs(plan)
+        if arguments.pilot:
+            yield from _resolution(plan, runner.pilot(plan, arguments.pilot))
+
+
+def _costs(plan: Plan) -> Iterator[str]:
+    size = table_bytes(planning.layout_for(plan))
+    copies = max(len(placement.tables) for placement in plan.placements.values())
+    worlds = len(plan.schedule) if plan.experiment.unit == "allocation" else 1
+    yield f"    protocol   {plan.protocol_hash[:16]}, seed {plan.seed}, {plan.engine} engine, {len(plan.cpus)} rank(s)"
+    yield f"    tables     {copies} × {size / GIB:.2f} GiB ({plan.rows:,} rows per layer), allocated {worlds} time(s)"
+    yield f"    runs       {len(plan.schedule)} in {plan.experiment.blocks} blocks"
+    yield f"    time       at least {planning.minimum_seconds(plan) / 60:.1f} min by its own schedule"
+
+
+def _resolution(plan: Plan, pilot: Evidence) -> Iterator[str]:
+    runs = [run for run in pilot.runs if not run.problems]
+    if len(runs) < 4:
+        lost = pilot.problems[0].message if pilot.problems else "fewer than four pilot runs"
+        yield f"    pilot      no estimate: {lost}"
+        return
+    seconds = sum(run.seconds for run in runs) / len(runs) + plan.experiment.cooldown_s
+    yield f"    pilot      {len(runs)} runs of arm A, {seconds:.1f} s each: about {seconds * len(plan.schedule) / 60:.1f} min"
+    for metric in _judged(plan.experiment):
+        noise = noise_of([metrics.value(run, metric) for run in runs])
+        if noise is None:
+            yield f"    {metric:18} no estimate: absent or zero in the pilot"
+            continue
+        effect = stats.detectable_effect(noise, plan.experiment.blocks)
+        yield f"    {metric:18} noise {noise:6.2%} per run: detects {effect:+.1%} with {plan.experiment.blocks} blocks"
+
+
+def _judged(experiment: Experiment) -> list[str]:
+    rules = (*experiment.mechanism, *experiment.no_offset, *experiment.end_to_end, *experiment.guards)
+    return list(dict.fromkeys(rule.metric for rule in rules))
+
+
+def noise_of(values: list[float | None]) -> float | None:
+    """Standard deviation of the logarithm, per run; None where a value is absent or not positive."""
+    logs = [math.log(value) for value in values if value is not None and value > 0]
+    if len(logs) < max(4, len(values)):
+        return None
+    mean = sum(logs) / len(logs)
+    return math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+
+
+__all__ = ["RunRecord", "lines", "noise_of"]

@@ -1,0 +1,119 @@
+"""Event marks on one time base, in integer nanoseconds of ``perf_counter_ns``.
+
+CUDA's elapsed time is a float32 of milliseconds in steps of about half a microsecond, so each step takes its own base
+event, which the host synchronises with once, before anything of the step is enqueued; no stage synchronises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pytest_engram.errors import EngramError
+from pytest_engram.model import LookupMark, Span
+
+RESOLUTION_NS = 500
+_WAITS = frozenset({"begin", "end", "wait_before", "wait_after"})
+_SELF_TEST_NS = (200_000, 5_000_000)
+_TOLERANCE, _LAUNCH_NS = 0.02, 20_000
+
+
+class Marks:
+    """The events of one step, recorded on the stream that is current: the one that launches what they bound.
+
+    Unless ``full``, only the step's ends and its consumer waits are recorded: what the step clock needs.
+    """
+
+    def __init__(self, cuda: Any, *, full: bool) -> None:
+        self._cuda, self._full = cuda, full
+        self._events: dict[tuple[str, int], Any] = {}
+        self._spans: list[tuple[str, int]] = []
+        self._base = self._event()
+        before = time.perf_counter_ns()
+        self._base.record(cuda.current_stream())
+        self._base.synchronize()
+        self._base_ns = (before + time.perf_counter_ns()) // 2
+
+    def mark(self, name: str, layer: int = -1) -> None:
+        """Record the event ``name`` of ``layer`` on the current stream."""
+        if self._full or name in _WAITS:
+            event = self._events[name, layer] = self._event()
+            event.record(self._cuda.current_stream())
+
+    @contextmanager
+    def span(self, name: str, layer: int) -> Iterator[None]:
+        """Mark the begin and the end of a piece of the main stream."""
+        self.mark(f"{name}:begin", layer)
+        yield
+        self.mark(f"{name}:end", layer)
+        self._spans.append((name, layer))
+
+    def ns(self, name: str, layer: int = -1) -> int:
+        """When the GPU passed the mark; call it after the step was synchronised."""
+        milliseconds: float = self._base.elapsed_time(self._events[name, layer])
+        return self._base_ns + round(milliseconds * 1e6)
+
+    def waited_ns(self) -> int:
+        """The sum of the main stream's consumer waits."""
+        layers = [layer for name, layer in self._events if name == "wait_after"]
+        return sum(self.ns("wait_after", layer) - self.ns("wait_before", layer) for layer in layers)
+
+    def lookups(self, launches: dict[int, Any]) -> tuple[LookupMark, ...]:
+        """One record per launch (rows, tiles, grid), by layer; ``submit`` is when the main stream got there."""
+        return tuple(
+            LookupMark(
+                layer=layer, hash_ready=self.ns("hash_ready"), submit=self.ns("submit", layer),
+                start=self.ns("start", layer), done=self.ns("done", layer),
+                wait_before=self.ns("wait_before", layer), wait_after=self.ns("wait_after", layer),
+                rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
+            )
+            for layer, launch in sorted(launches.items())
+        )  # fmt: skip
+
+    def spans(self) -> tuple[Span, ...]:
+        """The pieces of the main stream that were marked."""
+        return tuple(
+            Span(name=name, layer=layer, start=self.ns(f"{name}:begin", layer), end=self.ns(f"{name}:end", layer))
+            for name, layer in self._spans
+        )
+
+    def _event(self) -> Any:
+        return self._cuda.Event(enable_timing=True)
+
+
+def spin(nanoseconds: int) -> None:
+    """Occupy the current stream for that long by the GPU's global timer; one program on one SM."""
+    from pytest_engram.gpu._kernels import spin_kernel  # noqa: PLC0415 - needs Triton
+
+    spin_kernel[(1,)](nanoseconds, num_warps=1)
+
+
+def self_test(cuda: Any, kernel: Callable[[int], None] = spin) -> dict[int, int]:
+    """Measure kernels of known length with :class:`Marks`: asked ns -> measured ns.
+
+    Raises:
+        EngramError: ``timer-self-test`` when a length is off by more than 2 % and 20 µs, or longer than the host saw.
+    """
+    kernel(1000)  # compiles
+    return {length: _measure(cuda, kernel, length) for length in _SELF_TEST_NS}
+
+
+def _measure(cuda: Any, kernel: Callable[[int], None], length: int) -> int:
+    marks = Marks(cuda, full=True)
+    begin = time.perf_counter_ns()
+    with marks.span("spin", -1):
+        kernel(length)
+    cuda.synchronize()
+    host = time.perf_counter_ns() - begin
+    (span,) = marks.spans()
+    measured = span.end - span.start
+    slack = round(length * _TOLERANCE)
+    if not length - slack <= measured <= min(length + slack + _LAUNCH_NS, host + RESOLUTION_NS):
+        raise EngramError(
+            f"a kernel of {length} ns measured {measured} ns", code="timer-self-test", who="CUDA events",
+            where=f"{host} ns on the host", expected=f"{length} ns within 2 % and {_LAUNCH_NS} ns",
+            way_out="record events on the launching stream; leave the GPU to this process alone",
+        )  # fmt: skip
+    return measured

@@ -1,0 +1,95 @@
+"""Bytes and launch arithmetic: each kind of traffic on its own line, never added and divided by one bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_engram.errors import UsageError
+from pytest_engram.layout import EngramLayout
+
+TILE_ROWS = 16  # rows per program and pass of the lookup kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Rows (token × local head), tiles of 16 rows and programs of one lookup."""
+
+    rows: int
+    tiles: int
+    grid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteLedger:
+    """Bytes of one step on one rank, all Engram layers; ``None`` where the caller did not say the shapes.
+
+    ``source`` is read from the host (FP8 values and scales of true heads), ``staging`` written for the consumer
+    (bf16, padded heads included), ``gather`` received from the other head shards, ``projection`` and ``gate`` the
+    activations that those two read and write.
+    """
+
+    source: int
+    staging: int
+    gather: int
+    projection: int | None = None
+    gate: int | None = None
+
+
+def launch(tokens: int, local_heads: int, cap: int | None = None) -> Launch:
+    """tiles = ceil(rows / 16); grid = min(tiles, cap).  An empty batch launches nothing."""
+    if cap is not None and cap < 1:
+        raise UsageError(f"cap {cap}", code="bad-cap", who="lookup", expected="at least 1 program")
+    rows = tokens * local_heads
+    tiles = -(-rows // TILE_ROWS)
+    return Launch(rows=rows, tiles=tiles, grid=tiles if cap is None else min(tiles, cap))
+
+
+def background_cap(multiprocessors: int) -> int:
+    """The background grid's cap: half of the SMs.  It caps programs; it reserves no SM."""
+    return max(1, multiprocessors // 2)
+
+
+def row_bytes(dim: int, block: int = 32) -> int:
+    """d FP8 values and d / block scale bytes."""
+    return dim + dim // block
+
+
+def source_bytes(tokens: int, heads: int, dim: int, block: int = 32) -> int:
+    """B_source = N · H · (d + d / block) of one layer."""
+    return tokens * heads * row_bytes(dim, block)
+
+
+def staging_bytes(tokens: int, padded_heads: int, dim: int) -> int:
+    """B_staging = 2 · N · H_padded · d of one layer."""
+    return 2 * tokens * padded_heads * dim
+
+
+def table_bytes(layout: EngramLayout) -> tuple[int, ...]:
+    """Bytes of each layer's table: values and scales of all its rows."""
+    return tuple(rows * row_bytes(layout.head_dim, layout.block) for rows in layout.num_embeddings)
+
+
+def step_bytes(tokens: int, layout: EngramLayout, *, shards: int = 1, hidden: int | None = None) -> ByteLedger:
+    """The ledger of one step of ``tokens`` tokens with every layer's heads split over ``shards`` ranks.
+
+    ``source`` takes the fullest shard.  ``hidden`` is the width D of a single residual stream (float32).
+    """
+    layers, dim, columns = len(layout.layer_ids), layout.head_dim, layout.columns
+    local = -(-columns // shards)
+    staged = layers * staging_bytes(tokens, local, dim)
+    read = layers * staging_bytes(tokens, columns, dim)
+    wide = None if hidden is None else layers * tokens * hidden * 4
+    return ByteLedger(
+        source=layers * source_bytes(tokens, local, dim, layout.block),
+        staging=staged,
+        gather=(shards - 1) * staged,
+        projection=None if wide is None else read + 2 * wide,  # rows in, key and value out
+        gate=None if wide is None else 4 * wide,  # hidden, key and value in, hidden out
+    )
+
+
+def link_floor_s(source: int, bytes_per_second: float) -> float:
+    """The least seconds in which distinct rows can cross a link; a faster lookup is a broken measurement."""
+    if bytes_per_second <= 0:
+        raise UsageError(f"{bytes_per_second} B/s", code="bad-bandwidth", who="link floor", expected="above 0")
+    return source / bytes_per_second

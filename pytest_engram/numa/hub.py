@@ -1,0 +1,154 @@
+"""The launcher's side of a group: collects the ranks' frames, answers collectives, notices the dead and the silent."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_engram.errors import EngramError, PeerError
+from pytest_engram.numa.group import Channel, Frame
+
+_EXIT_WAIT_S = 2.0
+
+
+@dataclass
+class Member:
+    """What the hub knows of one rank."""
+
+    rank: int
+    channel: Channel
+    process: subprocess.Popen[bytes]
+    step: str = "start"
+    heard: float = field(default_factory=time.monotonic)
+    waiting: list[Any] | None = None  # [value] while it waits in a collective
+    done: bool = False
+    gone: bool = False
+    result: Any = None
+
+
+class Hub:
+    """Serve one world until every rank has reported its result, or raise the one ``PeerError``."""
+
+    def __init__(
+        self, members: Sequence[Member], deadline_s: float, on_event: Callable[[int, Any], None] | None
+    ) -> None:
+        self.members, self._deadline_s, self._on_event = members, deadline_s, on_event
+        self._selector = selectors.DefaultSelector()
+        for member in members:
+            self._selector.register(member.channel, selectors.EVENT_READ, member)
+
+    def serve(self) -> list[Any]:
+        """Results by rank; raises ``PeerError`` naming the rank that failed, died or fell silent."""
+        while not all(member.done for member in self.members):
+            self._turn()
+        return [member.result for member in self.members]
+
+    def tell(self, error: EngramError, grace_s: float) -> None:
+        """Tell every rank, then wait until those that are still well have hung up, at most ``grace_s``."""
+        for member in self.members:
+            with contextlib.suppress(OSError):
+                member.channel.send({"op": "failed", "error": error.to_wire()})
+        end = time.monotonic() + grace_s
+        while (left := end - time.monotonic()) > 0 and any(self._is_well(member) for member in self.members):
+            for key, _ in self._selector.select(left):
+                if key.data.channel.poll() is None:
+                    self._drop(key.data)
+
+    def close(self) -> None:
+        """Hang up on every rank."""
+        self._selector.close()
+        for member in self.members:
+            member.channel.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        awaited = [member.heard for member in self.members if self._owes(member)]
+        patience = max(0.0, min(awaited, default=now) + self._deadline_s - now)
+        for key, _ in self._selector.select(patience):
+            self._read(key.data)
+        now = time.monotonic()
+        silent = [member for member in self.members if self._owes(member) and now - member.heard > self._deadline_s]
+        if silent:
+            raise self._silence(silent)
+
+    @staticmethod
+    def _owes(member: Member) -> bool:
+        return not member.done and member.waiting is None
+
+    def _is_well(self, member: Member) -> bool:
+        return not member.gone and (not self._owes(member) or time.monotonic() - member.heard <= self._deadline_s)
+
+    def _read(self, member: Member) -> None:
+        frames = member.channel.poll()
+        if frames is None:
+            self._drop(member)
+            if not member.done:
+                raise self._death(member)
+            return
+        member.heard = time.monotonic()
+        for frame in frames:
+            self._take(member, frame)
+
+    def _take(self, member: Member, frame: Frame) -> None:
+        member.step = frame.get("step", member.step)
+        if frame["op"] == "collect":
+            member.waiting = [frame["value"]]
+        elif frame["op"] == "event" and self._on_event:
+            self._on_event(member.rank, frame["value"])
+        elif frame["op"] == "done":
+            member.done, member.result = True, frame["value"]
+        elif frame["op"] == "error":
+            cause = EngramError.from_wire(frame["error"])
+            raise _blame(member, str(cause), code=cause.code) from cause
+        self._answer()
+
+    def _answer(self) -> None:
+        waiting = [member for member in self.members if member.waiting is not None]
+        if not waiting or any(self._owes(member) for member in self.members):
+            return
+        steps = {member.rank: "the end" if member.done else member.step for member in self.members}
+        if len(set(steps.values())) > 1:
+            told = ", ".join(f"rank {rank} is at {step}" for rank, step in steps.items())
+            raise _blame(waiting[0], f"the ranks do not meet: {told}", code="ranks-do-not-meet")
+        values = [member.waiting[0] for member in waiting if member.waiting]
+        for member in waiting:
+            member.waiting, member.heard = None, time.monotonic()
+        for member in waiting:
+            with contextlib.suppress(OSError):  # a dead rank is reported by its EOF
+                member.channel.send({"op": "go", "values": values})
+
+    def _drop(self, member: Member) -> None:
+        if not member.gone:
+            member.gone = True
+            self._selector.unregister(member.channel)
+
+    def _death(self, member: Member) -> PeerError:
+        try:
+            status = member.process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return _blame(member, "it closed its connection", code="peer-died")
+        if status < 0:
+            return _blame(member, f"it was killed by {signal.Signals(-status).name}", code="peer-died")
+        return _blame(member, f"it exited with status {status} before its result", code="peer-died")
+
+    def _silence(self, silent: Sequence[Member]) -> PeerError:
+        waiting = [member.step for member in self.members if member.waiting is not None]
+        waited = f" while others wait at step {waiting[0]!r}" if waiting else ""
+        names = " and ".join(f"rank {member.rank} (step {member.step!r})" for member in silent)
+        return PeerError(
+            f"nothing was heard for {self._deadline_s:g} s{waited}",
+            code="peer-deadline",
+            who=names,
+            expected="a collective, an event or check() in that time",
+            way_out="raise the deadline, or call group.check() between pieces of long work",
+        )
+
+
+def _blame(member: Member, seen: str, *, code: str) -> PeerError:
+    return PeerError(seen, code=code, who=f"rank {member.rank}", where=f"step {member.step!r}")

@@ -1,0 +1,167 @@
+"""Start one process per rank, run one function in all of them, and leave no process behind.
+
+``python -m pytest_engram.numa.world FD RANK SIZE`` is the rank's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_engram.errors import EngramError, PeerError, UsageError
+from pytest_engram.numa import _syscalls
+from pytest_engram.numa.group import Channel, Frame, LocalGroup
+from pytest_engram.numa.hub import Hub, Member
+
+GRACE_S = 3.0  # for well ranks to undo what they registered, after one failed
+_KILL_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Where one rank runs: its CPUs (empty: the launcher's) and variables added to its environment."""
+
+    cpus: tuple[int, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def run_world(
+    entry: str,
+    payload: Any,
+    ranks: Sequence[RankSpec],
+    *,
+    deadline_s: float,
+    on_event: Callable[[int, Any], None] | None = None,
+    python: str = sys.executable,
+) -> list[Any]:
+    """Call ``entry`` ("pkg.mod:function" or "path/file.py:function") as ``function(group, payload)`` in every rank.
+
+    Returns the JSON-able results by rank.  A rank that raises, dies or gives no sign of life for ``deadline_s`` while
+    it does not wait in a collective makes every rank and this call raise the same :class:`PeerError`, whose ``code``
+    is the cause's and whose ``__cause__`` is the rank's own :class:`EngramError`.  No process survives the call.
+    """
+    members: list[Member] = []
+    try:
+        for rank, spec in enumerate(ranks):
+            members.append(_spawn(rank, len(ranks), spec, python))
+        return _serve(Hub(members, deadline_s, on_event), entry, payload, ranks)
+    finally:
+        _end([member.process for member in members])
+
+
+def _serve(hub: Hub, entry: str, payload: Any, ranks: Sequence[RankSpec]) -> list[Any]:
+    try:
+        for member, spec in zip(hub.members, ranks, strict=True):
+            start = {"entry": entry, "payload": payload, "cpus": spec.cpus, "parent": os.getpid()}
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a stillborn rank is reported by its EOF
+                member.channel.send(start)
+        results = hub.serve()
+    except PeerError as error:
+        hub.tell(error, GRACE_S)
+        raise
+    finally:
+        hub.close()
+    _wait([member.process for member in hub.members], GRACE_S)
+    return results
+
+
+def _spawn(rank: int, size: int, spec: RankSpec, python: str) -> Member:
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, **spec.env}
+    if python == sys.executable:  # another interpreter brings its own installation
+        root = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    with theirs:
+        process = subprocess.Popen(
+            [python, "-m", __spec__.name, str(theirs.fileno()), str(rank), str(size)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=environment,
+            start_new_session=True,
+        )
+    return Member(rank=rank, channel=Channel(ours), process=process)
+
+
+def _wait(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM to the process groups that still live, SIGKILL a moment later, and reap."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [process for process in processes if process.poll() is None]
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal_number)
+        _wait(alive, _KILL_AFTER_S)
+    for process in processes:
+        process.wait()
+
+
+def load_entry(entry: str) -> Callable[[Any, Any], Any]:
+    """The function behind "pkg.mod:function" or "path/file.py:function"."""
+    place, _, name = entry.rpartition(":")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None:
+            raise UsageError(f"cannot load {place}", code="bad-entry", where=entry)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    function: Callable[[Any, Any], Any] = getattr(module, name)
+    return function
+
+
+def _first_frame(channel: Channel) -> Frame | None:
+    while not (frames := channel.poll()):
+        if frames is None:
+            return None
+    return frames[0]
+
+
+def _run_rank(channel: Channel, rank: int, size: int, start: Frame) -> int:
+    group = LocalGroup(channel, rank, size)
+    try:
+        if start["cpus"]:
+            os.sched_setaffinity(0, start["cpus"])
+        group.finish(load_entry(start["entry"])(group, start["payload"]))
+    except EngramError as error:
+        group.fail(error)
+        return 1
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is reported, then the process ends
+        traceback.print_exc()
+        group.fail(EngramError(f"{type(error).__name__}: {error}", code="unexpected-error"))
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run as one rank: descriptor of the socket, rank, size."""
+    descriptor, rank, size = (int(argument) for argument in arguments)
+    _syscalls.die_with_parent(signal.SIGKILL)
+    channel = Channel(socket.socket(fileno=descriptor))
+    start = _first_frame(channel)
+    if start is None or os.getppid() != start["parent"]:  # the launcher died before the line above took effect
+        return 1
+    return _run_rank(channel, rank, size, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,85 @@
+"""The pytest plugin: options, markers, exit code.  Cheap to load; heavy imports wait for the hook that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_engram.errors import EngramError
+
+if TYPE_CHECKING:
+    from pytest_engram.edge import Edge
+
+MARKERS = (
+    "correctness: contract cases of the backend under test; no GPU needed",
+    "numa: placement experiments A1 to A3, measured through all gates",
+    "overlap: prefetch experiments B1 and B2, measured through all gates",
+    "serving: patch experiments (base against candidate) and recorded serving results",
+    "gpu: needs a CUDA device",
+    "multigpu(n): needs n CUDA devices",
+    "slow: takes more than a minute",
+    "engram_experiments(variable, ...): parametrise `engram_experiment` over the experiments that change it",
+)
+EDGE: pytest.StashKey[Edge] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Everything a user may choose; values are checked at start-up."""
+    group = parser.getgroup("engram", "Engram placement, overlap and correctness gates")
+    add = group.addoption
+    add("--engram-backend", default="reference", metavar="NAME|pkg.mod:Class", help="system under test")
+    add("--engram-candidate", metavar="NAME|pkg.mod:Class", help="candidate of the patch experiment (base: backend)")
+    add("--engram-engine", default="auto", choices=("auto", "cpu", "cuda"), help="engine of the suite loop")
+    add("--engram-experiments", action="append", metavar="PATH", help="YAML file or folder instead of the built-ins")
+    add("--engram-gate", default="enforce", choices=("enforce", "report"), help="whether verdicts set the exit code")
+    add("--engram-require", metavar="B1:4,A3:1", help="gates that must be reached; others are reported only")
+    add("--engram-time-budget", metavar="10m", help="refuse experiments whose schedule cannot fit")
+    add("--engram-report", metavar="DIR", help="where the run's folder goes (default: reports/run-<time>)")
+    add("--engram-rows", metavar="N|full", help="rows per Engram layer (default: 24 GiB per table where it fits)")
+    add("--engram-pairs", type=int, metavar="N", help="blocks per schedule instead of the experiment's own")
+    add("--engram-seed", type=int, default=20261, metavar="N", help="seed of schedule, load and table content")
+    add("--engram-serving-results", nargs="+", metavar="FILE", help="recorded serving results to read")
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from pytest_engram import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register markers and fixtures; refuse bad options before anything is collected."""
+    from pytest_engram import provide
+    from pytest_engram.edge import Edge
+
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.pluginmanager.register(provide, "engram-fixtures")
+    try:
+        config.stash[EDGE] = Edge(config)
+    except EngramError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(config.stash[EDGE], "engram-edge")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise `engram_experiment` and `engram_arm` from the experiments of this session."""
+    marker = metafunc.definition.get_closest_marker("engram_experiments")
+    if marker is None or "engram_experiment" not in metafunc.fixturenames:
+        return
+    try:
+        metafunc.config.stash[EDGE].parametrise(metafunc, marker.args)
+    except EngramError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+    """A user's mistake found late still reads as one sentence, not as a traceback."""
+    outcome = yield
+    error = outcome.excinfo[1] if outcome.excinfo else None
+    if isinstance(error, EngramError):
+        outcome.force_exception(pytest.fail.Exception(f"{item.name}: {error}", pytrace=False))

@@ -1,0 +1,207 @@
+"""The row oracle: FP8 e4m3 values × ue8m0 scales to bf16 bits, synthetic tables, and the gate (L1–L5, L11)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pytest_engram.errors import UsageError
+
+Bytes = NDArray[np.uint8]
+Bf16 = NDArray[np.uint16]  # bit patterns
+
+QUIET_NAN = 0x7FC0  # every NaN this oracle makes; compare with same_bits, which takes all NaN patterns as equal
+
+_BLOCK = 64  # rows per pass: indices and gathered bytes stay in the L1 and L2 caches
+_LEAST_SCALE, _SCALES = 120, 14  # synthetic scale bytes 120 … 133, upstream's own test range
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # splitmix64
+
+
+def e4m3_values() -> NDArray[np.float32]:
+    """The 256 FP8 e4m3 (finite-only) codes as float32; 0x7F and 0xFF are NaN."""
+    code = np.arange(256, dtype=np.int64)
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    magnitude[(code & 0x7F) == 0x7F] = np.nan
+    values: NDArray[np.float32] = np.where(code >= 128, -magnitude, magnitude).astype(np.float32)
+    return values
+
+
+def ue8m0_values() -> NDArray[np.float32]:
+    """The 256 scale bytes as float32, shifted into the exponent field: 0 -> 0.0, 255 -> inf (L2)."""
+    bits: NDArray[np.uint32] = np.arange(256, dtype=np.uint32) << np.uint32(23)
+    return bits.view(np.float32)
+
+
+def to_bf16(values: NDArray[np.float32]) -> Bf16:
+    """bf16 bits of float32 ``values``, rounded to nearest even; every NaN becomes ``QUIET_NAN``."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    result: Bf16 = np.where(np.isnan(values), QUIET_NAN, rounded).astype(np.uint16)
+    return result
+
+
+def same_bits(left: Bf16, right: Bf16) -> NDArray[np.bool_]:
+    """Elementwise: equal bf16 bit patterns, or NaN on both sides whatever the payload."""
+    both_nan = ((left & 0x7FFF) > 0x7F80) & ((right & 0x7FFF) > 0x7F80)
+    same: NDArray[np.bool_] = (left == right) | both_nan
+    return same
+
+
+@lru_cache(maxsize=1)
+def product_table() -> Bf16:
+    """u16 [65,536]: bf16(value × scale) at ``scale byte << 8 | value byte``; the product is taken in FP32 (L1)."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        table = to_bf16(ue8m0_values()[:, None] * e4m3_values()[None, :]).ravel()
+    table.flags.writeable = False
+    return table
+
+
+def decode_rows(weight: Bytes, scales: Bytes, out: Bf16 | None = None) -> Bf16:
+    """bf16 bits u16 [n, dim] of ``weight`` u8 [n, dim] and ``scales`` u8 [n, dim // block]; ``out`` contiguous."""
+    count, dim = weight.shape
+    groups = scales.shape[1]
+    if len(scales) != count or not groups or dim % groups:
+        raise _bad(f"weight {weight.shape}, scales {scales.shape}", "scales [n, dim // block]")
+    result = np.empty((count, dim), dtype=np.uint16) if out is None else out
+    index = np.empty((min(_BLOCK, count), groups, dim // groups), dtype=np.uint16)
+    for first in range(0, count, _BLOCK):
+        part = slice(first, min(first + _BLOCK, count))
+        here = index[: part.stop - first]
+        here[...] = weight[part].reshape(here.shape)
+        here += (scales[part].astype(np.uint16) << np.uint16(8))[:, :, None]
+        np.take(product_table(), here, out=result[part].reshape(here.shape), mode="clip")
+    return result
+
+
+def lookup_rows(shard: Any, ids: NDArray[np.int32], out: Bf16) -> None:
+    """Rows of ``ids`` int32 [T, total_heads] (any stride) decoded into ``out`` u16 [T, local_heads, dim] (contiguous).
+
+    ``shard`` is a :class:`~pytest_engram.backends.protocol.TableShard` of contiguous numpy arrays.  Ids that it
+    does not own, ``DEAD_ID`` among them, and padded heads give zeros; no row is read for them (L3, L4).
+    Raises ``UsageError`` for wrong shapes, dtypes or a strided table.
+    """
+    _check_lookup(shard, ids, out)
+    if not out.size:
+        return
+    columns = np.arange(shard.head_start, shard.head_start + shard.local_heads)
+    wanted = np.full((len(ids), shard.local_heads), -1, dtype=np.int64)
+    real = columns < shard.total_heads
+    wanted[:, real] = ids[:, columns[real]]
+    flat, rows = wanted.ravel(), out.reshape(-1, out.shape[2])
+    for first in range(0, len(flat), _BLOCK):
+        part = flat[first : first + _BLOCK]
+        _gather(shard, part, rows[first : first + len(part)])
+
+
+def synthetic_rows(start: int, stop: int, dim: int, *, layer: int, seed: int, block: int = 32) -> tuple[Bytes, Bytes]:
+    """(weight u8 [n, dim], scales u8 [n, dim // block]) of rows ``start`` … ``stop − 1``; see :func:`synthetic_at`."""
+    return synthetic_at(np.arange(start, stop, dtype=np.int64), dim, layer=layer, seed=seed, block=block)
+
+
+def synthetic_at(rows: NDArray[np.int64], dim: int, *, layer: int, seed: int, block: int = 32) -> tuple[Bytes, Bytes]:
+    """The content of any row without a table: ``layer`` is the layer's index, ``rows`` int64 [n] below 2**32.
+
+    The low nibbles of the first 8 bytes spell the row number (:func:`row_number`), so no two rows of a layer agree.
+    No byte is an FP8 NaN code and scales are 120 … 133, so every result is finite.  Needs no generator whose stream
+    could change.
+    """
+    if dim % 8 or dim % block:
+        raise _bad(f"dim {dim}, block {block}", "a multiple of 8 and of the block")
+    number = rows.astype(np.uint64)
+    key, step, keep = _pattern(dim // 8, layer, seed)
+    words = number[:, None] * step
+    words ^= key
+    words &= keep
+    words[:, 0] = (words[:, 0] & np.uint64(0x3030303030303030)) | _spread(number)
+    shifts = np.arange(dim // block, dtype=np.uint64) % np.uint64(8) * np.uint64(8)
+    drawn = (_splitmix(number + key[0])[:, None] >> shifts).astype(np.uint8).astype(np.uint16)
+    scales = (_LEAST_SCALE + ((drawn * np.uint16(_SCALES)) >> 8)).astype(np.uint8)
+    return words.view(np.uint8), scales
+
+
+def row_number(weight: Bytes) -> NDArray[np.int64]:
+    """The row numbers int64 [n] that synthetic ``weight`` u8 [n, dim] spells."""
+    digits = weight[:, :8].astype(np.int64) & 15
+    numbers: NDArray[np.int64] = (digits << (4 * np.arange(8, dtype=np.int64))).sum(axis=1)
+    return numbers
+
+
+def gated_residual(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, *, keep: Any = None) -> Any:
+    """hidden + sigmoid(signed sqrt of the normalised dot product) × value, on numpy or torch arrays (L11).
+
+    ``hidden``, ``key``, ``value`` float [T, D]; ``query_norm``, ``key_norm`` float [D]; ``keep`` bool [T] shuts the
+    gate where False, so those hidden states pass unchanged.  eps 1e-20, clamp 1e-6.
+    """
+    xp = np if isinstance(hidden, np.ndarray) else _torch()
+    dim = hidden.shape[-1]
+    hidden_rms, key_rms = (xp.sqrt((each * each).sum(-1) / dim + 1e-20) for each in (hidden, key))
+    dot = (hidden * query_norm * key_norm * key).sum(-1) / hidden_rms / key_rms / dim**0.5
+    root = xp.sqrt(abs(dot).clip(min=1e-6))
+    gate = 1 / (1 + xp.exp(xp.where(dot < 0, root, -root)))
+    if keep is not None:
+        gate = gate * keep
+    return hidden + gate[..., None] * value
+
+
+def _torch() -> Any:
+    import torch  # noqa: PLC0415 - the oracle of numpy arrays must not need torch
+
+    return torch
+
+
+def _bad(seen: str, expected: str) -> UsageError:
+    return UsageError(seen, code="bad-rows", who="row oracle", expected=expected)
+
+
+def _check_lookup(shard: Any, ids: NDArray[np.int32], out: Bf16) -> None:
+    if ids.dtype != np.int32 or ids.ndim != 2 or ids.shape[1] != shard.total_heads:
+        raise _bad(f"ids {ids.dtype} {ids.shape}", f"int32 [T, {shard.total_heads}]")
+    if not (shard.weight.flags.c_contiguous and shard.scales.flags.c_contiguous):
+        raise _bad("a strided table", "contiguous rows: numpy would copy the whole table for every lookup")
+    shape = (len(ids), shard.local_heads, shard.weight.shape[1])
+    if out.dtype != np.uint16 or out.shape != shape or not out.flags.c_contiguous:
+        raise _bad(f"out {out.dtype} {out.shape}", f"contiguous uint16 {shape}")
+
+
+def _gather(shard: Any, wanted: NDArray[np.int64], out: Bf16) -> None:
+    owned = (wanted >= shard.start) & (wanted < shard.end)
+    if not owned.all():
+        out[~owned] = 0
+        if not owned.any():
+            return
+    local = wanted[owned] - shard.start
+    weight, scales = shard.weight.take(local, axis=0), shard.scales.take(local, axis=0)
+    if len(local) == len(out):
+        decode_rows(weight, scales, out)
+    else:
+        out[owned] = decode_rows(weight, scales)
+
+
+def _splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014) of each element."""
+    mixed: NDArray[np.uint64] = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX[1])
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[2])
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+@lru_cache(maxsize=16)
+def _pattern(words: int, layer: int, seed: int) -> tuple[NDArray[np.uint64], ...]:
+    """(key, odd step, mask) u64 [words] each; the masks clear one bit of every byte, so no byte is 0x7F or 0xFF."""
+    base = (seed * 0x10001 + layer * 0x5DEECE66D + 1) & (2**64 - 1)
+    state = np.arange(1, 2 * words + 1, dtype=np.uint64) * np.uint64(_MIX[0]) + np.uint64(base)
+    drawn = _splitmix(state)
+    cleared = np.array([0x40, 0x01, 0x08, 0x04], dtype=np.uint64)[np.arange(words) % 4]
+    return drawn[:words], drawn[words:] | np.uint64(1), ~(cleared * np.uint64(0x0101010101010101))
+
+
+def _spread(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The 8 nibbles of a 32-bit number, one in the low half of each byte."""
+    spread: NDArray[np.uint64] = number & np.uint64(0xFFFFFFFF)
+    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F)):
+        spread = (spread | (spread << np.uint64(shift))) & np.uint64(mask)
+    return spread

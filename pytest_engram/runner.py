@@ -1,0 +1,130 @@
+"""The one runner: a plan in, evidence out.  Everything else (pytest, another interpreter, a guest) launches it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pytest_engram import codec
+from pytest_engram.engines import engine_class
+from pytest_engram.errors import EngramError
+from pytest_engram.model import Evidence, Plan, Problem, RunRecord, ScheduledRun, Status
+from pytest_engram.numa.world import RankSpec, run_world
+from pytest_engram.provenance import collect
+
+PEER = "pytest_engram.peer:main"
+Progress = Callable[[str, Any], None]
+
+
+def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.executable) -> Evidence:
+    """Run every scheduled run of ``plan`` in worlds of peer processes; a failed world leaves problems, not gaps.
+
+    ``progress`` receives ("pages", (done, total)) and ("run", RunRecord) events.  ``python`` may be another
+    interpreter that has this package installed.
+    """
+    tell = progress or (lambda _kind, _value: None)
+    provenance = collect()
+    records: list[RunRecord] = []
+    problems: list[Problem] = []
+    for world in _worlds(plan):
+        done, problem = _run_world(plan, world, tell, python)
+        records += done
+        if problem is not None:
+            problems.append(problem)
+            records += [_lost(run, problem) for run in world[len(done) :]]
+            if plan.experiment.unit != "allocation":
+                break
+    control = _control(plan, tell, python) if plan.experiment.positive_control and not problems else ()
+    return Evidence(
+        plan=plan, runs=tuple(records), provenance=provenance, problems=tuple(problems), control=tuple(control)
+    )
+
+
+def pilot(plan: Plan, runs: int, *, progress: Progress | None = None) -> Evidence:
+    """Base-arm runs only, before anything is judged: their noise and duration feed the plan's estimates."""
+    order = tuple(ScheduledRun(index=i, block=i // 2, arm="A" if i % 2 == 0 else "A'") for i in range(runs))
+    quiet = replace(plan, schedule=order, experiment=replace(plan.experiment, positive_control=False))
+    return run(quiet, progress=progress)
+
+
+def _worlds(plan: Plan) -> Iterator[tuple[ScheduledRun, ...]]:
+    """One world per run where placement is the change (a fresh allocation each), one for all otherwise."""
+    if plan.experiment.unit == "allocation":
+        yield from ((run,) for run in plan.schedule)
+    else:
+        yield plan.schedule
+
+
+def _run_world(
+    plan: Plan, runs: tuple[ScheduledRun, ...], tell: Progress, python: str
+) -> tuple[list[RunRecord], Problem | None]:
+    done: list[RunRecord] = []
+
+    def on_event(_rank: int, event: Any) -> None:
+        kind, value = event["kind"], event["value"]
+        if kind == "run":
+            value = codec.from_builtins(value, RunRecord, source="a peer's record")
+            done.append(value)
+        tell(kind, value)
+
+    payload = {"plan": codec.to_builtins(plan), "runs": [codec.to_builtins(run) for run in runs]}
+    threads = engine_class(plan.engine).threads_env
+    ranks = [RankSpec(cpus=cpus, env=threads(cpus)) for cpus in plan.cpus]
+    try:
+        run_world(PEER, payload, ranks, deadline_s=plan.deadline_s, on_event=on_event, python=python)
+    except EngramError as error:
+        return done, Problem(
+            code=error.code, message=str(error), who=error.who or "", where=error.where or "", status=Status.INVALID
+        )
+    return done, None
+
+
+def _lost(run: ScheduledRun, problem: Problem) -> RunRecord:
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return RunRecord(
+        index=run.index, block=run.block, arm=run.arm, started_at=now, seconds=0.0, fingerprint={}, problems=(problem,)
+    )
+
+
+def _control(plan: Plan, tell: Progress, python: str) -> list[RunRecord]:
+    """The positive control: rank 0 alone, its table on its own node and then on the other, in alternation."""
+    nodes = sorted({node for placement in plan.placements.values() for t in placement.tables for node in t.nodes})
+    if len(nodes) < 2:
+        return []
+    placements = {
+        f"control-{node}": replace(
+            plan.placements["A"],
+            policy=f"bind:{node}",
+            tables=(replace(plan.placements["A"].tables[0], ranks=(0,), mode="bind", nodes=(node,), weights=()),),
+        )
+        for node in nodes[:2]
+    }
+    arms = {name: {"policy": placement.policy} for name, placement in placements.items()}
+    order = tuple(
+        ScheduledRun(index=i, block=i // 2, arm=f"control-{nodes[(i + i // 2) % 2]}") for i in range(CONTROL_RUNS)
+    )
+    experiment = replace(plan.experiment, arms=arms, serving=None, positive_control=False, ranks=1)
+    backends = dict.fromkeys(arms, plan.backends["A"])
+    alone = replace(
+        plan, experiment=experiment, placements=placements, backends=backends, schedule=order, cpus=plan.cpus[:1]
+    )
+    return [record for world in _worlds(alone) for record in _run_world(alone, world, tell, python)[0]]
+
+
+CONTROL_RUNS = 12
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m pytest_engram.runner PLAN.json EVIDENCE.json``: how another interpreter or kernel is driven."""
+    plan_path, evidence_path = (Path(name) for name in (argv or sys.argv[1:]))
+    plan = codec.decode(plan_path.read_bytes(), Plan, source=str(plan_path))
+    codec.write_atomic(evidence_path, codec.encode(run(plan)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,15 @@
+"""B1 and B2: does hiding the lookup pay, and how much of the machine may it take?"""
+
+import pytest
+
+pytestmark = [pytest.mark.overlap, pytest.mark.engram_experiments("submission", "cap")]
+
+
+def test_gates(engram_settle):
+    """The whole schedule of one prefetch experiment runs and its five gates are judged in order."""
+    engram_settle()
+
+
+def test_arm(engram_publish):
+    """The samples of one arm, replayed for pytest-benchmark's tools."""
+    engram_publish()

@@ -1,0 +1,269 @@
+"""The CPU engine: right rows, one serial queue, real overlap, errors that surface."""
+
+import os
+import threading
+import time
+from itertools import islice
+from statistics import median
+
+import numpy as np
+import pytest
+
+from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.engines.cpu import CpuEngine
+from pytest_engram.engines.protocol import StepSettings
+from pytest_engram.engines.tables import table_views
+from pytest_engram.errors import EngramError, PlacementError, UsageError
+from pytest_engram.hashing import HashBatch, hash_ids
+from pytest_engram.model import Workload
+from pytest_engram.queueing import queue_report
+from pytest_engram.rows import decode_rows, synthetic_at
+from pytest_engram.serving.replay import fixed_batches
+
+EARLY, LATE = StepSettings(submission="early"), StepSettings(submission="at_consumption")
+
+
+class SlowBackend(ReferenceBackend):
+    """Lookups that take at least ``seconds`` without using a CPU."""
+
+    seconds = 0.005
+
+    def lookup(self, shard, ids, out, *, cap=None):
+        time.sleep(self.seconds)
+        return super().lookup(shard, ids, out, cap=cap)
+
+
+class FailingBackend(ReferenceBackend):
+    """The lookup number ``fail_at`` raises."""
+
+    fail_at, calls = 1, 0
+
+    def lookup(self, shard, ids, out, *, cap=None):
+        self.calls += 1
+        if self.calls - 1 == self.fail_at:
+            raise ValueError("row store is gone")
+        return super().lookup(shard, ids, out, cap=cap)
+
+
+class HangingBackend(ReferenceBackend):
+    """Lookups that end when the test says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.end = threading.Event()
+
+    def lookup(self, shard, ids, out, *, cap=None):
+        self.end.wait(30)
+        return super().lookup(shard, ids, out, cap=cap)
+
+
+def batches(bench, count, tokens=16, seed=3):
+    """Fresh random batches of one chunk each."""
+    work = Workload(tokens=tokens)
+    return list(islice(fixed_batches(work, seed, bench.vocabulary, "low-reuse"), count))
+
+
+@pytest.mark.parametrize("settings", [EARLY, LATE], ids=["early", "at_consumption"])
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_rows_are_bit_exact(bench, settings, tokens):
+    """L1: staged rows equal the row oracle for the oracle's own hash ids, whatever was staged before."""
+    engine = bench.engine()
+    for batch in batches(bench, 2, tokens):
+        ids, rows = engine.rows(batch, settings)
+        assert np.array_equal(ids, hash_ids(bench.layout, batch, bench.token_map))
+        assert rows.shape == (tokens, 2, 6, 64)
+        for layer in range(2):
+            flat = ids[:, layer].ravel().astype(np.int64)
+            expected = decode_rows(*synthetic_at(flat, 64, layer=layer, seed=bench.seed))
+            assert np.array_equal(rows[:, layer].reshape(-1, 64), expected)
+
+
+def test_submission_point_does_not_change_outputs(bench):
+    """B1's arms are the same computation: equal bits for early and at-consumption submission."""
+    engine = bench.engine()
+    for batch in batches(bench, 3):
+        early, late = (engine.step(batch, settings, marks=False).output for settings in (EARLY, LATE))
+        assert np.array_equal(early, late)
+        assert np.isfinite(early).all()
+        assert 0.01 < np.abs(early).mean() < 100
+
+
+def test_every_staged_row_reaches_the_output(bench):
+    """A single wrong row of either layer changes its token's output and no other token's."""
+    engine, batch = bench.engine(), batches(bench, 1)[0]
+    before = engine.step(batch, EARLY, marks=False).output
+    ids, _ = engine.rows(batch, EARLY)
+    for layer in range(2):
+        weight = table_views(bench.buffer, bench.layout)[layer][0]
+        for column in range(6):
+            row = ids[9, layer, column]
+            weight[row] ^= 0x80
+            changed = (engine.step(batch, EARLY, marks=False).output != before).any(axis=1)
+            weight[row] ^= 0x80
+            assert changed[9]
+            assert not changed[(ids[:, layer] != row).all(axis=1)].any()
+
+
+def test_dead_tokens_pass_unchanged_by_rows(bench):
+    """L11: a dead token's gate is shut, so wrong rows cannot reach its output."""
+    engine, tokens = bench.engine(), np.arange(8)
+    batch = HashBatch.sequence(tokens, history=[1, 2, 3], dead=tokens == 4)
+    before = engine.step(batch, EARLY, marks=False).output
+    for weight, _ in table_views(bench.buffer, bench.layout):
+        np.bitwise_xor(weight, 0x80, out=weight)
+    changed = (engine.step(batch, EARLY, marks=False).output != before).any(axis=1)
+    assert list(np.flatnonzero(~changed)) == [4]
+
+
+@pytest.mark.parametrize("settings", [EARLY, LATE], ids=["early", "at_consumption"])
+def test_marks_describe_one_serial_queue(bench, settings):
+    """Lookups run one after the other in the order of the layers, and the launch recorded is the actual one."""
+    engine = bench.engine(SlowBackend())
+    steps = [engine.step(batch, settings, marks=True, index=i) for i, batch in enumerate(batches(bench, 3))]
+    for index, result in enumerate(steps):
+        line = result.timeline
+        assert (line.step, line.tokens, [mark.layer for mark in line.lookups]) == (index, 16, [1, 3])
+        report = queue_report(line, tolerance_ns=4_000_000)
+        assert report.serial, report.reason
+        assert all(mark.done - mark.start >= 4_900_000 for mark in line.lookups)
+        assert {(mark.rows, mark.tiles) for mark in line.lookups} == {(96, 6)}
+        assert line.begin <= line.lookups[0].hash_ready <= line.spans[0].start <= line.spans[-1].end <= line.end
+        assert [(span.name, span.layer) for span in line.spans][1:4] == [("projection", 1), ("gate", 1), ("compute", 1)]
+
+
+def test_submission_point_is_visible_in_the_marks(bench):
+    """Gate 1 of B1: early lookups are submitted before any compute, the others at their own consumer."""
+    engine, batch = bench.engine(), batches(bench, 1)[0]
+    early, late = (engine.step(batch, settings, marks=True).timeline for settings in (EARLY, LATE))
+    assert all(mark.submit < early.spans[0].start for mark in early.lookups)
+    layer_before = {span.layer: span.end for span in late.spans if span.name == "compute"}
+    assert all(mark.submit >= layer_before[mark.layer - 1] for mark in late.lookups)
+
+
+def test_early_submission_hides_waiting(bench):
+    """A lookup of known length is exposed whole at its consumer, and less when it was submitted early."""
+    engine = bench.engine(SlowBackend(), hidden=512)
+    waits = {}
+    for settings in (EARLY, LATE):
+        results = [engine.step(batch, settings, marks=False) for batch in batches(bench, 7, tokens=64)]
+        waits[settings] = median(result.step_ns - result.main_ns for result in results) / 1e6
+    assert waits[LATE] >= 9.8
+    assert waits[EARLY] < waits[LATE] - 0.5
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU cannot overlap")
+def test_gather_really_runs_beside_matmul(bench):
+    """numpy frees the GIL in both: the second layer's lookup is done when its consumer arrives early."""
+    engine = bench.engine(hidden=512)
+    found = {EARLY: [], LATE: []}
+    for batch in batches(bench, 12, tokens=64):
+        for settings, waits in found.items():
+            mark = engine.step(batch, settings, marks=True).timeline.lookups[1]
+            waits.append(max(0, mark.done - mark.wait_before))
+    assert min(found[EARLY]) < 0.5 * min(found[LATE])
+
+
+def test_marks_are_cheap(bench):
+    """Marks cost less than 1 % of a step of 5 ms, and an unmarked step has no timeline."""
+    engine, batch = bench.engine(layers=16), batches(bench, 1)[0]
+    shortest = {True: 1 << 62, False: 1 << 62}
+    for _ in range(150):
+        for marks in (True, False):
+            result = engine.step(batch, EARLY, marks=marks)
+            shortest[marks] = min(shortest[marks], result.step_ns)
+            assert (result.timeline is not None) is marks
+    assert shortest[True] - shortest[False] < 50_000
+
+
+def test_failing_lookup_surfaces_at_its_consumer(bench):
+    """A backend's exception reaches the step as `lookup-failed`, and the next step is whole again."""
+    engine, (first, second) = bench.engine(FailingBackend()), batches(bench, 2)
+    with pytest.raises(EngramError, match="row store is gone") as caught:
+        engine.step(first, EARLY, marks=True)
+    assert (caught.value.code, caught.value.where) == ("lookup-failed", "lookup of layer 3")
+    expected = bench.engine().step(second, EARLY, marks=False).output
+    assert np.array_equal(engine.step(second, EARLY, marks=False).output, expected)
+
+
+def test_hanging_lookup_ends_at_the_deadline(bench):
+    """A lookup that never ends is an error within the deadline, and no later step trusts the staging buffer."""
+    backend = HangingBackend()
+    engine, batch = bench.engine(backend, deadline_s=0.1), batches(bench, 1)[0]
+    with pytest.raises(EngramError, match=r"no end in 0\.1 s") as caught:
+        engine.step(batch, EARLY, marks=False)
+    assert caught.value.code == "lookup-failed"
+    backend.end.set()
+    with pytest.raises(EngramError, match="never ended"):
+        engine.rows(batch, EARLY)
+
+
+def test_close_joins_the_worker_and_restores_affinity(bench):
+    """An engine leaves no thread and no CPU binding behind; closed, it refuses to run."""
+    before = os.sched_getaffinity(0)
+    engine = bench.engine()
+    worker = next(thread for thread in threading.enumerate() if thread.name == "engram-prefetch")
+    assert os.sched_getaffinity(worker.native_id) == {max(before)}
+    if len(before) > 1:
+        assert max(before) not in os.sched_getaffinity(0)
+    engine.close()
+    engine.close()
+    assert not worker.is_alive()
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(EngramError, match="closed"):
+        engine.step(batches(bench, 1)[0], EARLY, marks=False)
+
+
+def test_one_cpu_works_and_says_so(bench):
+    """With a single CPU both threads share it: right rows, and a note."""
+    cpu = (min(os.sched_getaffinity(0)),)
+    engine, batch = bench.engine(cpus=cpu), batches(bench, 1)[0]
+    assert "shares" in engine.notes[0]
+    assert bench.engine().notes == () or len(os.sched_getaffinity(0)) == 1
+    assert np.array_equal(*(engine.step(batch, s, marks=False).output for s in (EARLY, LATE)))
+
+
+def test_foreign_cpu_is_refused(bench):
+    """CPUs that the kernel does not give are a placement error with the kernel's words."""
+    with pytest.raises(PlacementError, match="sched_setaffinity"):
+        bench.engine(cpus=(0, 100_000))
+    assert not any(thread.name == "engram-prefetch" for thread in threading.enumerate())
+    bench.engines.clear()
+
+
+def test_threads_env_leaves_a_cpu_to_the_worker():
+    """BLAS gets every CPU but the worker's, and never zero threads."""
+    assert CpuEngine.threads_env((4, 5, 6))["OPENBLAS_NUM_THREADS"] == "2"
+    assert CpuEngine.threads_env((4,))["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "submission", "code"), [(65, "early", "too-many-tokens"), (4, "later", "bad-submission")]
+)
+def test_wrong_input_is_a_usage_error(bench, tokens, submission, code):
+    """P6: more tokens than the staging buffer holds, or an unknown submission, stop before anything is hashed."""
+    with pytest.raises(UsageError) as caught:
+        bench.engine().step(batches(bench, 1, tokens)[0], StepSettings(submission=submission), marks=False)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("layers", [(1,), (3, 1), (1, 5)])
+def test_engram_layers_must_match_the_tables(bench, layers):
+    """One rising layer number per table, below the layer count."""
+    with pytest.raises(UsageError, match="Engram layers"):
+        bench.engine(engram_layers=layers)
+
+
+def test_empty_batch_runs(bench):
+    """H18: an empty batch has ids [0, L, H] and an empty output."""
+    engine = bench.engine()
+    empty = HashBatch.sequence([])
+    ids, rows = engine.rows(empty, EARLY)
+    assert (ids.shape, rows.shape) == ((0, 2, 6), (0, 2, 6, 64))
+    assert engine.step(empty, EARLY, marks=True).output.shape == (0, 64)
+
+
+def test_drift_reads_the_machine(bench):
+    """Load is always readable; clocks only where the kernel tells, never as 0."""
+    drift = bench.engine().drift()
+    assert drift["load_1min"] >= 0
+    assert drift.get("cpu_mhz", 1.0) > 0

@@ -1,0 +1,59 @@
+"""Worlds for the placement tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_engram.numa.world import RankSpec, run_world
+
+ENTRIES = Path(__file__).with_name("entries.py")
+
+
+@dataclass
+class World:
+    """Runs entries, collects events, and knows which processes it started."""
+
+    folder: Path
+    events: list[tuple[int, Any]] = field(default_factory=list)
+
+    def __call__(self, name: str, *, ranks: int = 2, deadline_s: float = 20, **payload: Any) -> list[Any]:
+        payload = {"folder": str(self.folder), "backing": "tmpfs", "bytes": 3 << 20, "mode": "bind", "nodes": [0]} | payload
+        payload.setdefault("groups", [list(range(ranks))])
+        specs = [RankSpec(env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})] * ranks
+        return run_world(f"{ENTRIES}:{name}", payload, specs, deadline_s=deadline_s, on_event=self._note)
+
+    def _note(self, rank: int, event: Any) -> None:
+        self.events.append((rank, event))
+
+    @property
+    def told(self) -> dict[int, str]:
+        """What each rank was told, by rank."""
+        return {int(file.name.split("-")[1]): file.read_text() for file in self.folder.glob("told-*")}
+
+    @property
+    def survivors(self) -> list[int]:
+        pids = [event["pid"] for _, event in self.events if isinstance(event, dict)]
+        assert pids, "the ranks did not report their pids"
+        return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A world whose ranks leave neither a process nor a name in /dev/shm, whatever happens to them."""
+    before = names_in_shm()
+    yield World(tmp_path)
+    assert names_in_shm() == before
+
+
+def names_in_shm() -> set[str]:
+    """Only ours: other programs of this machine come and go."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("pytest-engram")}
+
+
+WorldFixture = Callable[..., list[Any]]

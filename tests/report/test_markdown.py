@@ -1,0 +1,135 @@
+"""The report page: complete, bounded, and safe against what stands in its cells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_engram.model import Problem, StartupSample, StepReceipt
+from pytest_engram.report import markdown
+
+PROVENANCE = {"command": "pytest -m overlap", "kernel": {"release": "6.18", "numa_balancing": 0}, "gpu": None}
+
+
+@pytest.fixture
+def page(make_verdict, make_evidence):
+    """A page of one passed experiment."""
+    return markdown.render([make_verdict()], [make_evidence()], PROVENANCE)
+
+
+def _rows(page, title):
+    """Cells of the table under a heading that starts with ``title``, without its head and ruler."""
+    lines = page.split(f"# {title}", 1)[1].split("\n")
+    table = [line for line in lines[: next(i for i, x in enumerate(lines[2:], 2) if not x.startswith("|"))] if line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")][2:]
+
+
+def test_the_head_comes_first_and_is_short(page):
+    """Status and command stand in the first lines, before any detail."""
+    head = page[: page.index("## B1")]
+    assert len(head.encode()) < 1500
+    assert "| B1         | improves | suite loop | PASS   |" in head
+    assert "pytest -m overlap" in head
+
+
+def test_every_kind_of_evidence_has_its_table(page):
+    """Medians, pages per NUMA node, start-up, ledgers, provenance: each with units and the arm."""
+    medians = {row[0]: row[1:] for row in _rows(page, "Medians over runs")}
+    assert medians["lookup"] == ["2.0 µs", "2.0 µs", "2.0 µs"]
+    assert medians["queueing"] == ["300 ns", "300 ns", "300 ns"]
+    assert medians["exposed_wait"] == ["500 ns", "500 ns", "500 ns"]
+    assert _rows(page, "Where the pages lay")[0] == [
+        "A", "0", "0", "loaded", "3.0 MiB", "1.0 MiB", "0", "4.0 MiB of 4.0 MiB", "move_pages+numa_maps", "2"
+    ]  # fmt: skip
+    assert _rows(page, "Start-up")[0] == ["A", "0", "pre-touch", "900.0 ms", "1,024", "1,024", "1,024", "2", ""]
+    assert _rows(page, "Bytes per step")[0] == [
+        "A", "0", "792.0 KiB", "1.5 MiB", "405.5 GB/s", "1,536", "96", "66"
+    ]  # fmt: skip
+    assert ["kernel.numa_balancing", "0"] in _rows(page, "Provenance")
+    assert ["gpu", "null"] in _rows(page, "Provenance")
+
+
+def test_effects_keep_their_blocks(characterised, make_evidence):
+    """An effect is shown with its interval, its p-value and every block, in per cent."""
+    page = markdown.render([characterised], [make_evidence("A1")], {})
+    assert _rows(page, "Effects")[0] == ["2", "B", "lookup", "−3.1 %", "[−4.0, −2.2]", "0.0040", "8", "−3.5 −2.8"]
+    assert "reported, not judged" in page
+
+
+def test_what_it_does_not_prove_is_said(page, make_verdict):
+    """Each page names the limits of subject, engine and load; a verdict without evidence says that there is none."""
+    assert "nothing here speaks of a served engine" in page
+    assert "no PCIe link took part" in page
+    assert "goodput are not measured" in page
+    served = markdown.render([make_verdict(subject="served engine")], [], {})
+    assert "served engine." not in served
+    assert "There is no evidence behind this verdict." in served
+
+
+def test_cells_cannot_break_the_table(make_verdict, make_evidence):
+    """Pipes, newlines, tags and links in texts of people stay text."""
+    gate = {"observed": "a | b\n| c", "reason": "x", "next_step": "<img src=x> [y](z) `q`"}
+    page = markdown.render([make_verdict("FAIL", at=1, gate=gate, title="T | U")], [make_evidence()], {})
+    row = next(line for line in page.split("\n") if line.startswith("| 1   | treatment"))
+    assert r"a \| b \| c" in row
+    assert r"\<img src=x> [y]\(z) \`q\`" in row
+    assert row.replace(r"\|", "").count("|") == 8
+    assert r"T \| U" in page
+
+
+def test_equal_problems_share_a_row(make_verdict, make_evidence, make_run):
+    """A problem of many runs is one line with its count, so a broken machine does not fill the page."""
+    lost = Problem(code="peer-died", message="rank 1 died", who="rank 1")
+    runs = tuple(make_run(n, "B", problems=(lost,)) for n in range(6))
+    page = markdown.render([make_verdict()], [make_evidence(runs=runs)], {})
+    assert _rows(page, "Problems") == [["B", "INVALID", "peer-died", "rank 1", "", "rank 1 died", "6"]]
+
+
+@pytest.mark.parametrize("limit", [2_000, 20_000])
+def test_the_page_is_bounded(make_verdict, make_evidence, limit):
+    """X10: a page never exceeds its limit in bytes, keeps its head, and says that it was cut."""
+    many = {f"key {n}": "ü–" * 100 for n in range(2000)}
+    page = markdown.render([make_verdict()], [make_evidence()], {"command": "pytest", **many}, limit=limit)
+    assert len(page.encode()) <= limit
+    assert page.startswith("# Engram gates")
+    assert "**Cut here:**" in page.rstrip().split("\n")[-1]
+    assert "Cut here" not in markdown.render([make_verdict()], [make_evidence()], PROVENANCE)
+
+
+def test_the_default_bound_is_below_what_ci_drops():
+    """X10: the bound leaves room below 1 MiB."""
+    assert markdown.LIMIT < 1 << 20
+
+
+def test_one_long_value_does_not_fill_the_page(make_verdict):
+    """A provenance value is shortened with its true length."""
+    page = markdown.render([make_verdict()], [], {"dmesg": "x" * 10_000})
+    assert "(10000 characters)" in page
+    assert len(page) < 5_000
+
+
+def test_no_verdicts_is_said():
+    """An empty run renders a page that claims nothing."""
+    page = markdown.render([], [], {})
+    assert "No experiment was judged" in page
+
+
+def test_the_word_appears_only_through_the_verdicts_sentence(make_verdict, make_evidence, page, characterised):
+    """The page's own words never speak of a speed-up; the verdict's sentence does."""
+    assert "speed" not in (page + markdown.render([characterised], [], {})).lower()
+    spoken = markdown.render([replace(make_verdict(), sentence="B1: a speed-up of 4.6 %")], [make_evidence()], {})
+    assert spoken.count("speed-up") == 1
+
+
+def test_two_evidences_of_one_experiment_keep_apart(make_verdict, make_evidence, make_run):
+    """The second verdict is shown with the second evidence."""
+    slow = make_run(0, "A", startup=(StartupSample(rank=0, receipts=(
+        StepReceipt(step="register", rank=0, seconds=16.4, minor_faults=(0, 0), object_pages=None, mapped_pages=None),
+    )),))  # fmt: skip
+    page = markdown.render([make_verdict()] * 2, [make_evidence(), make_evidence(runs=(slow,))], {})
+    first, second = page.split("## B1")[1:]
+    assert "pre-touch" in first
+    assert "register" in second
+    assert "16 s" in second
+    assert "absent" in second

@@ -1,0 +1,295 @@
+"""The run folder, reading it back, and the gates once more over files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pytest_engram import codec
+from pytest_engram.errors import UsageError
+from pytest_engram.model import Claim, Evidence, Status
+from pytest_engram.report import records, results
+from pytest_engram.report.files import RunFolder
+
+
+def _refuse(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.fixture
+def judge(make_verdict):
+    """A stand-in for gates.evaluate: passes everything, and remembers what it was given."""
+
+    def evaluate(evidence, prior=()):
+        evaluate.calls.append((evidence.plan.experiment.id, [verdict.experiment for verdict in prior]))
+        return make_verdict(experiment=evidence.plan.experiment.id, protocol_hash=evidence.plan.protocol_hash)
+
+    evaluate.calls = []
+    return evaluate
+
+
+@pytest.fixture
+def folder(tmp_path, make_evidence, judge):
+    """A run folder with the experiment B1."""
+    evidence = make_evidence()
+    RunFolder(tmp_path / "run").write([judge(evidence)], [evidence], command=["pytest", "-m", "overlap"])
+    judge.calls.clear()
+    return tmp_path / "run"
+
+
+def test_the_folder_holds_strict_json_and_a_report(folder):
+    """verdict.json, evidence-B1.json and report.md are there, and the strictest reader takes both JSON files."""
+    assert sorted(path.name for path in folder.iterdir()) == ["evidence-B1.json", "report.md", "verdict.json"]
+    section = json.loads((folder / "verdict.json").read_text(), parse_constant=_refuse)["engram"]
+    assert section["schema"] == records.SECTION_SCHEMA
+    assert section["verdicts"][0]["status"] == "PASS"
+    assert section["evidence_files"] == ["evidence-B1.json"]
+    assert section["command"] == ["pytest", "-m", "overlap"]
+    assert "pytest -m overlap" in (folder / "report.md").read_text()
+
+
+def test_evidence_survives_the_disk(folder, make_evidence):
+    """The evidence that is read back equals what was written."""
+    (result,) = records.read_results([folder])
+    assert result.evidence == codec.decode(codec.encode(make_evidence()), Evidence)
+    assert result.stored is not None
+    assert result.experiment == "B1"
+
+
+def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evidence, judge):
+    """Nothing overwrites anything; both come back and neither is pooled with the other."""
+    pair = [make_evidence(), make_evidence()]
+    RunFolder(tmp_path).write([judge(each) for each in pair], pair)
+    assert (tmp_path / "evidence-B1.2.json").exists()
+    verdicts, _code, lines = results.gate_files([tmp_path], evaluate=judge)
+    assert [verdict.experiment for verdict in verdicts] == ["B1", "B1"]
+    assert "B1: 2 results, shown side by side and not pooled" in lines
+
+
+def test_the_verdict_file_stands_for_its_run(folder, judge):
+    """`gate verdict.json`, the folder and the shell's glob all name the same one result."""
+    by_folder = records.read_results([folder])
+    assert records.read_results([folder / "verdict.json"]) == by_folder
+    assert records.read_results([*folder.glob("*.json"), folder]) == by_folder
+
+
+def test_a_gate_run_is_green_and_prints_its_ladder(folder, judge):
+    """The negative control of everything below: an untouched folder gives its verdict again and exit code 0."""
+    verdicts, code, lines = results.gate_files([folder], evaluate=judge)
+    assert ([verdict.status for verdict in verdicts], code) == ([Status.PASS], 0)
+    assert lines[1].startswith("B1  Submit early")
+    assert judge.calls == [("B1", [])]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("name", ["verdict.json", "evidence-B1.json"])
+def test_a_truncated_file_is_an_error_at_its_position(folder, judge, name, share):
+    """A file that was cut anywhere is a usage error that names file, line and column; never a verdict."""
+    data = (folder / name).read_bytes().rstrip()
+    (folder / name).write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(UsageError, match=r"line \d+ column \d+") as caught:
+        results.gate_files([folder], evaluate=judge)
+    assert caught.value.where == str(folder / name)
+    assert caught.value.code in {"bad-json", "empty-file"}
+
+
+def _edit(path, change):
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+@pytest.mark.parametrize("schema", [2, 0, "1", 1.0, True, None])
+def test_an_unknown_schema_is_refused(folder, judge, schema):
+    """A section, an evidence or a verdict of another schema version is refused and never guessed at."""
+    places = {
+        "verdict.json": [lambda tree: tree["engram"], lambda tree: tree["engram"]["verdicts"][0]],
+        "evidence-B1.json": [lambda tree: tree],
+    }
+    for name, parts in places.items():
+        good = (folder / name).read_text()
+        for part in parts:
+            _edit(folder / name, lambda tree, part=part: part(tree).update(schema=schema))
+            with pytest.raises(UsageError, match=r"\.schema is") as caught:
+                results.gate_files([folder], evaluate=judge)
+            assert caught.value.code == "unknown-schema"
+            (folder / name).write_text(good)
+    assert results.gate_files([folder], evaluate=judge)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [('{"benchmarks": []}', "no-engram-section"), ("[]", "no-engram-section"), ('{"engram": 3}', "no-engram-section"),
+     ('{"engram": {"schema": 1, "verdicts": {}}}', "bad-json"),
+     ('{"engram": {"schema": 1, "verdicts": [], "evidence": [3]}}', "bad-json"),
+     ('{"engram": {"schema": 1, "verdicts": [{"schema": 1}], "evidence": []}}', "bad-json")],
+)  # fmt: skip
+def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code):
+    """A benchmark file without the section, and a section without its parts, name the file and the field."""
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        results.gate_files([path], evaluate=judge)
+    assert (caught.value.code, str(path) in str(caught.value)) == (code, True)
+
+
+def test_an_empty_folder_is_an_error(tmp_path, judge):
+    """No result is not a green result."""
+    with pytest.raises(UsageError, match=r"no verdict\.json"):
+        results.gate_files([tmp_path], evaluate=judge)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda v: v.update(status="FAIL"), "status = FAIL"),
+        (lambda v: v.update(sentence="a speed-up"), "sentence"),
+        (lambda v: v["gates"][2].update(status="INCONCLUSIVE"), "gate 2 status"),
+        (lambda v: v["gates"].pop(), "gate 4 status"),
+        (lambda v: v.update(protocol_hash="dead"), "protocol_hash"),
+    ],
+)
+def test_an_edited_verdict_is_found_out(folder, judge, change, named):
+    """A stored verdict that its evidence does not give is an error that names the field."""
+    _edit(folder / "verdict.json", lambda tree: change(tree["engram"]["verdicts"][0]))
+    with pytest.raises(UsageError, match="B1 says") as caught:
+        results.gate_files([folder], evaluate=judge)
+    assert named in caught.value.seen
+    assert caught.value.code == "verdict-differs"
+
+
+def test_an_edited_effect_is_found_out_but_not_its_last_bit(tmp_path, make_evidence, characterised):
+    """Effects are compared too; another numpy's last bit is not another verdict."""
+
+    def evaluate(evidence, prior=()):
+        return characterised
+
+    RunFolder(tmp_path).write([characterised], [make_evidence("A1")])
+    effect = ("engram", "verdicts", 0, "gates", 2, "effects", 0)
+
+    def set_estimate(value):
+        def change(tree):
+            for key in effect:
+                tree = tree[key]
+            tree["estimate"] = value
+
+        _edit(tmp_path / "verdict.json", change)
+
+    set_estimate(-0.031 * (1 + 1e-15))
+    assert results.gate_files([tmp_path], evaluate=evaluate)[1] == 0
+    set_estimate(-0.0311)
+    with pytest.raises(UsageError, match="gate 2 B lookup estimate"):
+        results.gate_files([tmp_path], evaluate=evaluate)
+
+
+def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
+    """Deleting the evidence does not leave a green verdict behind."""
+    (folder / "evidence-B1.json").unlink()
+    verdicts, code, _ = results.gate_files([folder], evaluate=judge)
+    assert verdicts[0].status is Status.NOT_MEASURED
+    assert verdicts[0].gates[0].reason == "no-evidence"
+    assert code == 12
+
+
+def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
+    """A3 sees A1 and B1 of its own run, whatever the order of the files."""
+    run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]
+    RunFolder(tmp_path).write([judge(each) for each in run], run)
+    judge.calls.clear()
+    results.gate_files([tmp_path], evaluate=judge)
+    assert judge.calls[-1] == ("A3", ["A1", "B1"])
+
+
+@pytest.mark.parametrize("differs", [("protocol", ["B1"]), ("machine.cpu", []), ("backend.commit", [])])
+def test_another_file_counts_only_with_an_equal_fingerprint(tmp_path, make_evidence, make_run, judge, differs):
+    """A3 may rest on B1 of another file, unless the machine or the build differs."""
+    run, (key, seen) = make_run(), differs
+    b1, a3 = make_evidence("B1"), make_evidence("A3", requires=("B1",))
+    a3 = replace(a3, runs=(replace(run, fingerprint={**run.fingerprint, key: "other"}),))
+    for name, evidence in (("b", b1), ("a", a3)):
+        RunFolder(tmp_path / name).write([judge(evidence)], [evidence])
+    judge.calls.clear()
+    results.gate_files([tmp_path / "a", tmp_path / "b"], evaluate=judge)
+    assert judge.calls[-1] == ("A3", seen)
+
+
+def _baseline(tmp_path, judge, evidences):
+    RunFolder(tmp_path / "base").write([judge(each) for each in evidences], evidences)
+    return tmp_path / "base"
+
+
+def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge, make_evidence):
+    """The negative control: with the same case on both sides the run stays green and both statuses are printed."""
+    base = _baseline(tmp_path, judge, [make_evidence()])
+    verdicts, code, lines = results.gate_files([folder], baseline=base, evaluate=judge)
+    assert (len(verdicts), code) == (1, 0)
+    assert "  B1  PASS → PASS" in lines
+
+
+def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge, make_evidence):
+    """X1: a renamed or new case is NOT_MEASURED by name, and so is one that this run left out."""
+    base = _baseline(tmp_path, judge, [make_evidence("A1")])
+    verdicts, code, lines = results.gate_files([folder], baseline=base, evaluate=judge)
+    assert [(v.experiment, v.status.value, v.gates[0].reason) for v in verdicts[1:]] == [
+        ("B1", "NOT_MEASURED", "baseline-lacks-case"),
+        ("A1", "NOT_MEASURED", "case-left-out"),
+    ]
+    assert code == 12
+    assert any("B1" in line and "NOT_MEASURED" in line for line in lines)
+
+
+def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run):
+    """Another subject, machine or rule is named and not compared; another build of the backend is what it is for."""
+    base = _baseline(tmp_path, judge, [make_evidence(subject="served engine")])
+    verdicts, _, _ = results.gate_files([folder], baseline=base, evaluate=judge)
+    assert verdicts[-1].gates[0].reason == "baseline-not-comparable"
+    assert "subject (served engine against suite loop)" in verdicts[-1].gates[0].observed
+    run = make_run()
+    older = (replace(run, fingerprint={**run.fingerprint, "backend.commit": "01d"}),)
+    base = _baseline(tmp_path, judge, [make_evidence(runs=older)])
+    assert results.gate_files([folder], baseline=base, evaluate=judge)[1] == 0
+
+
+def test_required_gates_decide_the_exit(folder, judge, make_evidence, make_verdict):
+    """`require` narrows the exit to its experiments; one that is not there is never green."""
+    assert results.gate_files([folder], require={"B1": 4}, evaluate=judge)[1] == 0
+    assert results.gate_files([folder], require={"A1": 1}, evaluate=judge)[1] == 12
+
+
+def test_the_report_is_rendered_again(folder, tmp_path, judge):
+    """`markdown` writes the page of the re-evaluated verdicts."""
+    results.gate_files([folder], markdown=tmp_path / "again.md", evaluate=judge)
+    assert "## B1" in (tmp_path / "again.md").read_text()
+
+
+def test_a_crash_while_writing_leaves_the_old_file(folder, monkeypatch):
+    """Atomic: when the disk fails in the middle, the old file stands whole and no scrap stays beside it."""
+    path = folder / "verdict.json"
+    before, names = path.read_bytes(), sorted(folder.iterdir())
+
+    def crash(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(OSError, match="disk full"):
+        codec.write_atomic(path, b"{}")
+    assert (path.read_bytes(), sorted(folder.iterdir())) == (before, names)
+
+
+def test_a_section_embeds_or_names_its_evidence(make_evidence, make_verdict):
+    """A section stands alone unless its evidence lies in files beside it; NaN in provenance is null and listed."""
+    whole = records.engram_section([make_verdict()], [make_evidence()], provenance={"load": float("nan")})
+    assert len(whole["evidence"]) == 1
+    assert (whole["provenance"]["load"], whole["replaced"]) == (None, ["$.engram.provenance.load"])
+    named = records.engram_section([make_verdict()], [make_evidence()], evidence_files=["evidence-B1.json"])
+    assert (named["evidence"], named["evidence_files"]) == ([], ["evidence-B1.json"])
+
+
+def test_an_absent_case_blocks_the_gates_behind_it():
+    """The verdict of a missing case has five gates and the next step names the case."""
+    verdict = results.absent("B1", "no-evidence", "nothing")
+    assert [gate.status.value for gate in verdict.gates] == ["NOT_MEASURED", *["BLOCKED"] * 4]
+    assert verdict.claim is Claim.CHARACTERISES
+    assert "B1" in verdict.gates[0].next_step

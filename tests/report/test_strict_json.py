@@ -1,0 +1,86 @@
+"""Strict JSON in both directions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_engram.errors import UsageError
+from pytest_engram.report import strict
+
+
+def _refuse(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ('{"a": 1', "line 1 column 8"),
+        ('{\n "a": 1,\n "b": }', "line 3 column 7"),
+        ("not json", "line 1 column 1"),
+        ('{"a": {\n "k": 1,\n "k": 2}, "b": 3}', "line 3 column 8: key 'k' comes twice"),
+        ("[1,\n NaN]", "line 2 column 4: NaN is not JSON"),
+        ('{"a": -Infinity}', "line 1 column 15: -Infinity is not JSON"),
+        ("", "the file is empty"),
+        (" \n", "the file is empty"),
+    ],
+)
+def test_what_is_wrong_is_found_by_line_and_column(text, seen):
+    """Truncated, foreign, repeated and not-a-number input each name their position."""
+    with pytest.raises(UsageError, match="FILE: ") as caught:
+        strict.loads(text, source="FILE")
+    assert seen in caught.value.seen
+
+
+def test_good_json_passes():
+    """The negative control of the guards: equal keys in different objects and numbers near infinity are fine."""
+    assert strict.loads('{"a": {"a": 1.7e308}, "b": [{"a": null}]}') == {"a": {"a": 1.7e308}, "b": [{"a": None}]}
+
+
+def test_a_hostile_depth_is_a_usage_error():
+    """A hundred thousand brackets are refused, not a crash of the reader."""
+    with pytest.raises(UsageError, match="nested too deeply"):
+        strict.loads("[" * 100_000)
+
+
+def test_bytes_that_are_not_utf8_name_their_offset(tmp_path):
+    """A binary file is refused with the first bad byte; a missing one with the system's words."""
+    path = tmp_path / "x.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(UsageError, match="byte 7 is not UTF-8"):
+        strict.load(path)
+    with pytest.raises(UsageError, match="No such file"):
+        strict.load(tmp_path / "absent.json")
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+_TREES = st.recursive(_LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.text(), st.recursive(_LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+)
+def test_anything_becomes_strict_json(tree):
+    """X4: any tree, NaN and infinities included, is written so that the strictest reader takes it back."""
+    clean, lost = strict.finite(tree)
+    assert json.loads(strict.dumps(clean), parse_constant=_refuse) == clean
+    assert strict.finite(clean) == (clean, [])
+    assert bool(lost) == (clean != tree)
+
+
+def test_lost_numbers_are_named():
+    """X4: null in place of NaN is not silent: its path is listed."""
+    clean, lost = strict.finite({"stats": [1.0, float("nan")], "ops": float("inf")})
+    assert clean == {"stats": [1.0, None], "ops": None}
+    assert lost == ["$.stats[1]", "$.ops"]
+
+
+def test_dumps_refuses_what_was_not_cleaned():
+    """The writer itself never writes a NaN."""
+    with pytest.raises(ValueError, match="Out of range float"):
+        strict.dumps({"x": float("nan")})

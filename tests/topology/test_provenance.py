@@ -1,0 +1,156 @@
+"""Receipts of the machine: every fact is a value, or None with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_engram.numa.cgroup import memory_limit, mount_at
+from pytest_engram.numa.tree import Tree
+from pytest_engram.provenance import FACTS, cgroup_headroom, collect, machine_fingerprint
+
+Grow = Callable[..., Path]
+
+
+@pytest.mark.parametrize("name", ["two-sockets", "two-sockets-snc2", "grace", "vm-unknown", "one-node-recorded"])
+def test_every_fact_is_a_value_or_a_reason(grow: Grow, name: str) -> None:
+    """One form for all: ``{"value": …}`` or ``{"value": None, "reason": text}``, and strict JSON."""
+    found = collect(grow(name))
+    assert found.keys() == FACTS.keys()
+    assert all(
+        item.keys() == ({"value"} if item["value"] is not None else {"value", "reason"}) for item in found.values()
+    )
+    assert all(item["reason"] for item in found.values() if item["value"] is None)
+    json.dumps(found, allow_nan=False)
+
+
+def test_the_live_machine_is_collected() -> None:
+    """This interpreter's own facts are there, and the CPU list is the kernel's text."""
+    found = collect()
+    assert found["python"]["value"].count(".") == 2
+    assert found["package.numpy"]["value"]
+    assert found["cpuset.cpus"]["value"] in Path("/proc/self/status").read_text()
+
+
+def test_a_recorded_tree_never_borrows_from_the_live_interpreter(grow: Grow) -> None:
+    """What is not in the tree is absent, not this machine's."""
+    found = collect(grow("two-sockets"))
+    for name in ("python", "package.numpy", "cuda", "git.commit", "shm.size_bytes", "clock.gpu_sm_mhz"):
+        assert found[name] == {"value": None, "reason": "a recorded tree does not hold it"}
+
+
+@pytest.mark.parametrize(
+    ("name", "fact", "value"),
+    [
+        ("two-sockets", "kernel", "6.12.43-generic"),
+        ("two-sockets", "cpu.model", "Intel(R) Xeon(R) Platinum 8480+"),
+        ("grace", "cpu.model", "CPU part : 0xd4f"),
+        ("two-sockets", "driver", "580.159.04"),
+        ("grace", "driver", "580.65.06"),
+        ("two-sockets", "thp.enabled", "always"),
+        ("two-sockets", "thp.shmem_enabled", "advise"),
+        ("two-sockets", "thp.sizes", {"64kB": "never/never", "2048kB": "inherit/inherit"}),
+        ("two-sockets", "numa_balancing", 1),
+        ("two-sockets", "limit.memlock", "unlimited/unlimited"),
+        ("grace", "limit.memlock", "8388608/8388608"),
+        ("two-sockets", "clock.cpu_mhz", {"lowest": 2000, "highest": 2001}),
+        ("vm-unknown", "hypervisor", "QEMU Standard PC (Q35 + ICH9, 2009)"),
+        ("two-sockets", "hypervisor", "none seen"),
+        ("vm-unknown", "container", ["docker"]),
+        ("two-sockets-snc2", "container", ["podman"]),
+        ("two-sockets", "container", []),
+        ("eight-gpus", "cpuset.cpus", "0-5"),
+        ("eight-gpus", "cpuset.mems", "0"),
+        ("two-sockets", "namespace.ipc", "ipc:[4026531839]"),
+        ("two-sockets", "load", "0.31 0.42 0.53"),
+    ],
+)
+def test_facts_are_read_from_their_files(grow: Grow, name: str, fact: str, value: Any) -> None:
+    """Each number differs between the machines, so a parser that reads the wrong line is seen."""
+    assert collect(grow(name))[fact] == {"value": value}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "fact", "reason"),
+    [
+        ("proc/sys/kernel/numa_balancing", None, "numa_balancing", "/proc/sys/kernel/numa_balancing is absent or"),
+        ("proc/driver/nvidia/version", "no version here\n", "driver", "/proc/driver/nvidia/version does not say"),
+        ("sys/kernel/mm/transparent_hugepage/enabled", "never\n", "thp.enabled", "says 'never'"),
+        ("proc/cpuinfo", "flags : fpu\n", "clock.cpu_mhz", "neither cpufreq nor cpuinfo gives a clock"),
+        ("proc/self/mountinfo", "\n", "shm.mount", "nothing is mounted on /dev/shm"),
+        ("proc/self/mountinfo", "\n", "shm.mpol", "nothing is mounted on /dev/shm"),
+    ],
+)
+def test_an_absent_fact_says_why(grow: Grow, path: str, content: str | None, fact: str, reason: str) -> None:
+    """None with a reason, never 0 or an empty text."""
+    item = collect(grow("two-sockets", {path: content}))[fact]
+    assert item["value"] is None
+    assert reason in item["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mpol", "huge"),
+    [
+        ("two-sockets", "interleave:0-1", "always"),
+        ("memoryless-and-cxl", "bind:0,2", "never"),
+        ("eight-gpus", "default", "never"),
+    ],
+)
+def test_the_shm_mount_may_fix_a_policy(grow: Grow, name: str, mpol: str, huge: str) -> None:
+    """K18, K35: mpol= (with commas in its node list) and huge= of the mount in force."""
+    found = collect(grow(name))
+    assert (found["shm.mpol"]["value"], found["shm.huge"]["value"]) == (mpol, huge)
+
+
+def test_the_later_mount_on_one_point_is_in_force(grow: Grow) -> None:
+    """Octal escapes are undone, and a second tmpfs over /dev/shm hides the first."""
+    text = (
+        "25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw,size=1k\n30 25 0:27 / /dev/shm ro - tmpfs tmpfs rw,size=2k\n"
+        "31 25 0:28 / /mnt/a\\040b rw - tmpfs tmpfs rw\nbroken line\n"
+    )
+    tree = Tree(grow("two-sockets", {"proc/self/mountinfo": text}))
+    mount = mount_at(tree, "/dev/shm")
+    assert mount is not None
+    assert (mount.options, mount.super_options) == ("ro", "rw,size=2k")
+    assert mount_at(tree, "/mnt/a b") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "headroom"),
+    [
+        ("two-sockets", 137438953472, 137438953472 - 60129542144 + 1073741824),
+        ("two-sockets-snc2", 17179869184, 17179869184 - 3221225472 + 2097152),
+        ("vm-unknown", 68719476736, 68719476736 - 21474836480 + 4294967296),
+        ("grace", None, None),
+        ("one-node-recorded", None, None),
+    ],
+)
+def test_the_tightest_group_bounds_what_may_be_charged(
+    grow: Grow, name: str, limit: int | None, headroom: int | None
+) -> None:
+    """Both cgroup versions, every ancestor, inactive page cache given back; no limit is None, not 0."""
+    root = grow(name)
+    assert (memory_limit(root), cgroup_headroom(root)) == (limit, headroom)
+    assert collect(root)["cgroup.headroom"]["value"] == headroom
+
+
+def test_the_tightest_headroom_may_be_an_ancestors(grow: Grow) -> None:
+    """A full parent leaves nothing, however wide the own group's limit is."""
+    base = "sys/fs/cgroup/memory/burstable"
+    root = grow("two-sockets-snc2", {f"{base}/memory.usage_in_bytes": f"{40 << 30}\n"})
+    assert cgroup_headroom(root) == 0
+
+
+def test_the_fingerprint_leaves_out_what_changes_by_itself(grow: Grow) -> None:
+    """Clocks, load and free sizes do not make two arms different; knobs, mounts and cpusets do."""
+    base = machine_fingerprint(collect(grow("two-sockets")))
+    busy = machine_fingerprint(collect(grow("two-sockets", {"proc/loadavg": "9.1 9.2 9.3 7/8 9\n"})))
+    balanced = machine_fingerprint(collect(grow("two-sockets", {"proc/sys/kernel/numa_balancing": "0\n"})))
+    assert base == busy
+    assert {name for name in base if base[name] != balanced[name]} == {"numa_balancing"}
+    assert not {"load", "clock.cpu_mhz", "shm.free_bytes", "cgroup.headroom"} & base.keys()
+    assert base["python"] == "absent: a recorded tree does not hold it"

@@ -1,0 +1,104 @@
+"""The conformance table: how outcomes are told apart, and both vLLM releases in it."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_engram.checks import check, compact_cases, explain
+from pytest_engram.checks_case import Case, Finding
+from pytest_engram.report import conformance as module
+from pytest_engram.report.conformance import conformance, render
+
+
+def good(probe):
+    """Nothing differs."""
+
+
+def wrong(probe):
+    """Something differs."""
+    return Finding(detail="one bit differs", token=7)
+
+
+def backend(name="engine", differences=(), capabilities=("hash",)):
+    """A backend that is only asked for its words."""
+    return SimpleNamespace(
+        name=name, engines=frozenset({"cpu"}), capabilities=frozenset(capabilities),
+        differences=dict(differences), receipt=lambda: {"version": "1|2"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    """Four lines: good, bad, half bad, and one that needs a capability."""
+    made = (
+        Case("fine", "H1", "hash", False, good),
+        Case("broken", "H2", "hash", False, wrong),
+        Case("one", "H3", "hash", False, good),
+        Case("two", "H3", "hash", False, wrong),
+        Case("gated", "L11", "gate", False, good),
+    )
+    monkeypatch.setattr(module, "CASES", made)
+    return made
+
+
+def line(text, contract):
+    """The table's cells of one contract line."""
+    return next(row.split(" | ") for row in text.splitlines() if row.startswith(f"| {contract} "))
+
+
+@pytest.mark.usefixtures("cases")
+def test_failure_is_shown_before_everything_else():
+    """A line fails if one of its cases fails; the count says how many."""
+    result = conformance([backend()])
+    text = render(result)
+    assert result.failed
+    assert line(text, "H1")[2].startswith("pass")
+    assert line(text, "H3")[2].startswith("fail (1 of 2)")
+    assert "H2 broken: token 7; one bit differs" in text
+
+
+@pytest.mark.usefixtures("cases")
+def test_absent_capability_is_never_a_pass():
+    """A line whose capability the backend lacks is not supported."""
+    assert line(render(conformance([backend()])), "L11")[2].startswith("not supported")
+
+
+@pytest.mark.usefixtures("cases")
+def test_declared_difference_is_neither_pass_nor_fail():
+    """What a backend declares is shown as declared, with its reason, and does not break the table."""
+    result = conformance([backend(differences={"H2": "documented", "two": "also"})])
+    assert not result.failed
+    assert line(render(result), "H2")[2].startswith("declared difference")
+    assert "documented" in render(result)
+
+
+@pytest.mark.usefixtures("cases")
+def test_declaration_does_not_hide_a_missing_capability():
+    """A declared line that the backend cannot run at all stays not supported."""
+    result = conformance([backend(differences={"L11": "rounds"})])
+    assert line(render(result), "L11")[2].startswith("not supported")
+
+
+@pytest.mark.usefixtures("cases")
+def test_every_engine_has_its_column_and_receipt():
+    """Two versions stand side by side, each with its escaped receipt."""
+    text = render(conformance([backend("a@1"), backend("a@2", capabilities=())]))
+    assert line(text, "H1")[2:] == ["pass         ", "not supported |"]
+    assert text.count(r"1\|2") == 2
+
+
+@pytest.mark.parametrize("case", compact_cases(), ids=lambda case: f"{case.contract}-{case.name}")
+def test_vllm_conforms_in_the_compact_cases(vllm_backend, case):
+    """Gate 0's cases hold for vLLM's own modules."""
+    sample = check(vllm_backend, case)
+    assert sample.passed, explain(sample)
+
+
+@pytest.mark.skipif(os.environ.get("PYTEST_ENGRAM_CONFORMANCE") != "1", reason="`make conformance` runs all cases")
+def test_vllm_conforms_in_all_cases(vllm_backend):
+    """No line of the contract is broken by this release; what is declared is only the interpreter's."""
+    result = conformance([vllm_backend])
+    assert not result.failed, render(result)
+    declared = {sample.case for outcome, sample in result.columns[0].results if outcome == "declared difference"}
+    assert declared == set(vllm_backend.differences)

@@ -1,0 +1,235 @@
+"""vLLM's own shared storage and layer, run without a GPU: only CUDA's registration is played by a recorder."""
+
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pytest_engram import hashing, rows
+from pytest_engram.backends.protocol import TableShard
+from pytest_engram.errors import NotMeasurable, UsageError
+
+torch = pytest.importorskip("torch", reason="vLLM's storage needs torch")
+
+from pytest_engram.backends.vllm_storage import EngineGroup, EngineLayer  # noqa: E402  after the skip
+
+ROWS, DIM = 8, 32
+
+
+class Cuda:
+    """Records registrations; ``refuse`` is a rank-independent result code."""
+
+    def __init__(self, refuse=0):
+        self.registered, self.unregistered, self._refuse = [], [], refuse
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, pointer, size, flags):  # noqa: N802  CUDA's own name
+        self.registered.append(pointer)
+        return types.SimpleNamespace(value=self._refuse)
+
+    def cudaHostUnregister(self, pointer):  # noqa: N802  CUDA's own name
+        self.unregistered.append(pointer)
+        return types.SimpleNamespace(value=0)
+
+
+class Pinned(torch.Tensor):
+    def is_pinned(self, device=None):
+        return True
+
+
+@pytest.fixture
+def world(vllm_backend, monkeypatch, two_ranks):
+    """Build the real storage on both ranks at once: (storages, errors, cuda)."""
+    engine = vllm_backend.engine
+    kind = engine.get("DPSharedEngramStorage")
+
+    def built(*, cuda=None, pinned=True):
+        cuda = cuda or Cuda()
+        monkeypatch.setitem(engine.around.torch, "cuda", cuda)
+        if pinned:
+            wrap = lambda array: torch.from_numpy(array).as_subclass(Pinned)  # noqa: E731
+            monkeypatch.setitem(engine.around.torch, "from_numpy", wrap)
+        errors = [None, None]
+
+        def rank(group):
+            try:
+                return kind(ROWS, DIM, 32, EngineGroup(group))
+            except RuntimeError as error:
+                errors[group.rank] = str(error)
+
+        return two_ranks(rank), errors, cuda
+
+    before = set(Path("/dev/shm").glob("vllm_engram_*"))
+    yield built
+    assert set(Path("/dev/shm").glob("vllm_engram_*")) == before, "S3, S4: nothing stays in /dev/shm"
+
+
+def engine_scope(backend):
+    """The globals of the Engram file that has the storage."""
+    return vars(next(m for m in backend.engine.entries if "DPSharedEngramStorage" in vars(m) and "mmap" in vars(m)))
+
+
+def test_ranks_share_one_mapping(world):
+    """S2, S4: both ranks map one object; what the leader writes the follower reads, and the file is gone."""
+    (leader, follower), errors, cuda = world()
+    assert errors == [None, None]
+    leader.weight_scale_inv[3, 0] = 77
+    assert follower.weight_scale_inv[3, 0] == 77
+    assert len(set(cuda.registered)) == 2
+
+
+def test_unpinned_mapping_is_an_error_on_every_rank(world):
+    """S2, S3: a mapping that CUDA does not recognise fails everywhere with one text, and is unregistered."""
+    done, errors, cuda = world(pinned=False)
+    assert done == [None, None]
+    assert errors[0] == errors[1]
+    assert "did not pin the shared Engram mapping" in errors[0]
+    assert "EDP rank 0" in errors[0]
+    assert "EDP rank 1" in errors[0]
+    assert sorted(cuda.unregistered) == sorted(cuda.registered)
+
+
+def test_refused_registration_is_an_error_on_every_rank(world):
+    """S3: a refused registration names each rank, and nothing is unregistered that was not registered."""
+    _, errors, cuda = world(cuda=Cuda(refuse=2))
+    assert errors[0] == errors[1]
+    assert "cudaHostRegister failed" in errors[0]
+    assert cuda.unregistered == []
+
+
+def test_failed_creation_is_the_leaders_error_everywhere(world, vllm_backend, monkeypatch):
+    """S1: if the leader cannot create the file, every rank raises the same text and nobody waits."""
+
+    def refuse(**_):
+        raise OSError(28, "No space left")
+
+    monkeypatch.setitem(engine_scope(vllm_backend), "tempfile", types.SimpleNamespace(NamedTemporaryFile=refuse))
+    _, errors, cuda = world()
+    assert errors[0] == errors[1]
+    assert "EDP rank 0" in errors[0]
+    assert "No space left" in errors[0]
+    assert cuda.registered == []
+
+
+def test_one_failed_mapping_fails_both_ranks(world, vllm_backend, monkeypatch):
+    """S3: one peer's failed mmap is raised by both; the good rank's registration is undone."""
+    import mmap
+
+    turns = iter([True, False])
+
+    def second_fails(*args, **kwargs):
+        if next(turns):
+            return mmap.mmap(*args, **kwargs)
+        raise OSError(12, "Cannot allocate memory")
+
+    fake = types.SimpleNamespace(mmap=second_fails, MAP_SHARED=mmap.MAP_SHARED)
+    monkeypatch.setitem(engine_scope(vllm_backend), "mmap", fake)
+    done, errors, cuda = world()
+    assert done == [None, None]
+    assert errors[0] == errors[1]
+    assert "Cannot allocate memory" in errors[0]
+    assert len(cuda.registered) == 1
+    assert cuda.unregistered == cuda.registered
+
+
+def test_last_view_unregisters_exactly_once(world):
+    """S5: dropping the storage does not unregister while a view lives; dropping the last view does, once."""
+    done, _, cuda = world()
+    view = done[0].weight[2:4]
+    own = view.untyped_storage().data_ptr()
+    done.clear()
+    assert own not in cuda.unregistered
+    assert len(cuda.unregistered) == 1  # the other rank's
+    del view
+    assert cuda.unregistered.count(own) == 1
+
+
+def test_only_the_leader_copies_and_each_load_is_a_barrier(world, two_ranks):
+    """S6: ranks that load in opposite order still find every byte after their last call."""
+    done, _, _ = world()
+    parameters = []
+    for storage in done:
+        pair = [torch.nn.Parameter(part, requires_grad=False) for part in (storage.weight, storage.weight_scale_inv)]
+        for parameter in pair:
+            parameter.engram_vocab_start = 0
+        parameters.append(pair)
+    weight = torch.arange(ROWS * DIM, dtype=torch.int16).to(torch.uint8).view(ROWS, DIM)
+    scales = torch.arange(ROWS, dtype=torch.uint8).view(ROWS, 1)
+    loaded = (weight.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu))
+
+    def load(group):
+        rank, storage = group.rank, done[group.rank]
+        storage.group = EngineGroup(group)
+        for part in (0, 1) if rank == 0 else (1, 0):
+            storage.load_weight(parameters[rank][part], loaded[part] if rank == 0 else None)
+        return storage.weight.view(torch.uint8).clone(), storage.weight_scale_inv.clone()
+
+    seen = two_ranks(load)
+    for got in seen:
+        assert torch.equal(got[0], weight)
+        assert torch.equal(got[1], scales)
+
+
+def test_replaced_parameter_is_refused(world):
+    """S7: a parameter whose memory is not the shared one is an error, not a private copy."""
+    done, _, _ = world()
+    done[0].get_views(done[0].weight, done[0].weight_scale_inv)
+    with pytest.raises(RuntimeError, match="must not be replaced"):
+        done[0].get_views(done[0].weight.clone(), done[0].weight_scale_inv)
+
+
+@pytest.fixture
+def layer(vllm_backend):
+    """A small real layer with a loaded table in ordinary memory: (layer, weight, scales, ids of one layer)."""
+    layout = hashing.EngramLayout.for_rows(9000, head_dim=64)
+    made = EngineLayer(vllm_backend, layout, 0, hidden=32, max_tokens=8, storage="device")
+    count = layout.num_embeddings[0]
+    table = rows.synthetic_rows(0, count, 64, layer=0, seed=1)
+    made.load(*table)
+    ids = hashing.hash_ids(layout, hashing.HashBatch.sequence(range(5)), hashing.synthetic_token_map())[:, 0]
+    return made, *table, ids
+
+
+def test_prefetch_gives_the_rows(layer):
+    """L1, P6: prepared rows are the oracle's bits, in the staging buffer whose address stays."""
+    made, weight, scales, ids = layer
+    made.prepare(ids)
+    first = made.embed(ids)
+    expected = np.empty((5, 24, 64), np.uint16)
+    rows.lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
+    np.testing.assert_array_equal(first.cpu().view(torch.int16).numpy().view(np.uint16), expected)
+    made.prepare(ids[:2])
+    assert made.embed(ids[:2]).data_ptr() == first.data_ptr()
+
+
+def test_more_tokens_than_the_staging_buffer_is_refused(layer):
+    """P6: the staging buffer has a fixed size; more tokens are an assertion, not an overflow."""
+    with pytest.raises(AssertionError, match="staging buffer too small"):
+        layer[0].prepare(np.zeros((9, 24), np.int32))
+
+
+def test_tables_are_named_for_the_audit(layer):
+    """The engine's tensors are named by process, address and bytes, with the backing that was chosen."""
+    made, weight, scales, _ = layer
+    named = {table.name: table for table in made.tables()}
+    assert named["weight"].table_bytes == weight.nbytes
+    assert named["scales"].table_bytes == scales.nbytes
+    assert named["weight"].address == made.module.embed_tokens.weight.data_ptr()
+    assert named["weight"].backing == "device"
+
+
+def test_shared_table_asks_for_cuda_and_a_group(vllm_backend, monkeypatch):
+    """S8: without CUDA, or without peers, a shared table is refused before anything is allocated."""
+    layout = hashing.EngramLayout.for_rows(9000)
+    arguments = {"hidden": 32, "max_tokens": 8}
+    if vllm_backend.interpreted:
+        with pytest.raises(NotMeasurable, match="storage='device'"):
+            EngineLayer(vllm_backend, layout, 0, storage="shared", **arguments)
+    monkeypatch.setattr(vllm_backend, "interpreted", False)
+    with pytest.raises(UsageError, match="at least two ranks"):
+        EngineLayer(vllm_backend, layout, 0, storage="shared", **arguments)
+    with pytest.raises(UsageError, match="expected shared, pinned, thp, device"):
+        EngineLayer(vllm_backend, layout, 0, storage="disk", **arguments)
