@@ -104,7 +104,7 @@ def render(rows: Iterable[Row]) -> str:
     rows = list(rows)
     trials = rows[0].trials if rows else 0
     lines = [
-        f"Simulated, {trials:,} schedules each: improvement declared at one-sided {stats.ALPHA:.1%} against the margin.",
+        f"Simulated, {trials:,} schedules each; declared at one-sided {stats.ALPHA:.1%} against the margin.",
         "",
         "| world | blocks | noise per run | declared | declared and A/A sound | A/A invalidates |",
         "|---|---|---|---|---|---|",

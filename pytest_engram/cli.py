@@ -102,9 +102,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _gate(arguments: argparse.Namespace) -> int:
     from pytest_engram.report.results import gate_files
+    from pytest_engram.session import load_experiments, parse_requirements
 
+    require = parse_requirements(arguments.require, load_experiments()) if arguments.require else None
     _verdicts, code, lines = gate_files(
-        arguments.files, baseline=arguments.baseline, require=arguments.require, markdown=arguments.markdown
+        arguments.files, baseline=arguments.baseline, require=require, markdown=arguments.markdown
     )
     print("\n".join(lines))
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Edge:
             self.session.experiments  # noqa: B018  a bad YAML is an error at start-up
         if config.getoption("--engram-require"):
             parse_requirements(config.getoption("--engram-require"), self.session.experiments)
+        # Our own section is written even where pytest-benchmark, which would warn, writes nothing.
+        warnings.filterwarnings("ignore", message="Not saving anything, no benchmarks have been run")
         self._refuse_xdist()
         self._forbid()
 
@@ -67,8 +70,8 @@ class Edge:
         reason = None
         if self.worker:
             reason = ("xdist-worker", "an xdist worker shares the machine with its siblings")
-        elif self.config.getoption("benchmark_disable", False) or self.config.getoption("benchmark_skip", False):
-            reason = ("benchmarks-disabled", "benchmarks are disabled or skipped by option")
+        elif any(self.config.getoption(f"benchmark_{word}", False) for word in ("disable", "skip", "only")):
+            reason = ("benchmarks-disabled", "benchmarks are disabled, skipped or filtered by a --benchmark option")
         if reason:
             self.session.forced = Problem(code=reason[0], message=reason[1], status=Status.NOT_MEASURED)
 
@@ -141,6 +144,7 @@ class Edge:
         for missing in sorted(self.selected - self.session.outcomes.keys()):
             problem = Problem(code="never-ran", message="selected but never ran", status=Status.NOT_MEASURED)
             self.session.outcomes[missing] = Outcome(gates.not_measured(self.session.experiments[missing], problem))
+        self.session.judge_requirements()
         self._write()
         session.exitstatus = self._exit_code(int(exitstatus))
 
@@ -174,15 +178,14 @@ class Edge:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The ladders, one per experiment, and where the report lies."""
-        from pytest_engram.report.terminal import ladder, summary
+        from pytest_engram.report.terminal import colours, ladder, summary
 
         if self.worker or not self.session.outcomes:
             return
         terminalreporter.section("engram gates")
-        for verdict in self.session.verdicts():
-            for line in (*ladder(verdict), ""):
-                terminalreporter.write_line(line)
-        for line in summary(self.session.verdicts()):
+        markup, verdicts = colours(self.config.get_terminal_writer()), self.session.verdicts()
+        ladders = [line for verdict in verdicts for line in (*ladder(verdict, markup=markup), "")]
+        for line in (*ladders, *summary(verdicts, markup=markup)):
             terminalreporter.write_line(line)
         if self.section is not None:
             terminalreporter.write_line(f"report: {self.folder}")

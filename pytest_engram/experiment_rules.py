@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -122,6 +123,10 @@ def _statistics(e: Experiment) -> Iterator[Fault]:
     yield from _at_least(("blocks",), e.blocks, MINIMUM_BLOCKS, " blocks: with fewer no signed-rank test can decide")
     if not 0 < e.alpha <= 0.05:
         yield Fault(("alpha",), f"{e.alpha:g}", "a one-sided level above 0 and up to 0.05; 0.025 is usual")
+    tests = max(1, (len(e.arms) - 1) * len(e.mechanism))
+    if 0 < e.alpha < tests * 2.0**-e.blocks:
+        seen = f"{e.blocks} for {tests} tests that share {e.alpha:g} by Holm"
+        yield Fault(("blocks",), seen, f"at least {math.ceil(math.log2(tests / e.alpha))}")
     if not 0 < e.aa_level <= 0.2:
         yield Fault(("aa_level",), f"{e.aa_level:g}", "a two-sided level above 0 and up to 0.2")
     yield from _at_least(("cooldown_s",), e.cooldown_s, 0)

@@ -152,6 +152,8 @@ class SlotCache:
 
     def write(self, slots: Int64, values: Int32) -> None:
         """Store ``values`` [T] at ``slots`` [T]; a negative slot is not written."""
+        if slots.max(initial=-1) >= len(self.values):
+            raise _bad("slots", f"slot {slots.max()}", f"below {len(self.values)}, the slots of the cache")
         kept = slots >= 0
         self.values[slots[kept]] = values[kept]
 
@@ -265,15 +267,25 @@ def _request_of(batch: HashBatch) -> Int64:
 
 
 def _hash_chunk(layout: EngramLayout, values: Int64, out: Int32) -> None:
-    """Fill ``out`` [t, L, H] from ``values`` [max_ngram, t] (H5)."""
-    heads = layout.n_heads
+    """Fill ``out`` [t, L, H] from ``values`` [max_ngram, t] (H5).
+
+    The remainder is rolling − quotient × prime in the low 32 bits: numpy's division by one number is vectorised, its
+    remainder is not.
+    """
+    unsigned, low_out = values.view(np.uint64), out.view(np.uint32)
+    quotient, low_quotient = np.empty_like(unsigned[0]), np.empty(values.shape[1], dtype=np.uint32)
+    multipliers, primes = layout.multipliers.astype(np.uint64), layout.primes.astype(np.uint64)
     for layer in range(len(layout.layer_ids)):
-        rolling = values[0] * layout.multipliers[layer, 0]
+        rolling = unsigned[0] * multipliers[layer, 0]
         for shift in range(1, layout.max_ngram):
-            rolling ^= values[shift] * layout.multipliers[layer, shift]
-            for column in range((shift - 1) * heads, shift * heads):
-                prime, offset = layout.primes[layer, column], layout.offsets[layer, column]
-                out[:, layer, column] = rolling % prime + offset
+            rolling ^= unsigned[shift] * multipliers[layer, shift]
+            low = rolling.astype(np.uint32)
+            for column in range((shift - 1) * layout.n_heads, shift * layout.n_heads):
+                np.floor_divide(rolling, primes[layer, column], out=quotient)
+                low_quotient[:] = quotient
+                low_quotient *= np.uint32(primes[layer, column])
+                np.subtract(low, low_quotient, out=low_quotient)
+                np.add(low_quotient, np.uint32(layout.offsets[layer, column]), out=low_out[:, layer, column])
 
 
 def _dead(ids: Int32, extra: ArrayLike | None) -> Bool:

@@ -49,6 +49,8 @@ class EngramLayout:
         for index, count in enumerate(self.num_embeddings):
             if count < self.rows(index):
                 raise _bad(f"layer {self.layer_ids[index]} has {count} rows", f"at least {self.rows(index)}")
+            if self.rows(index) > np.iinfo(np.int32).max:
+                raise _bad(f"{self.rows(index)} rows", "row numbers that fit int32 (H5)")
 
     @classmethod
     def deepseek_v41(cls) -> EngramLayout:

@@ -145,4 +145,4 @@ def engram_publish(
     """Replays the arm's own samples through pytest-benchmark, so that its tools can read them."""
     from pytest_engram.report.benchmark import publish
 
-    return lambda: publish(request.getfixturevalue("benchmark"), engram_evidence, engram_arm)
+    return lambda: publish(request, engram_evidence, engram_arm)

@@ -93,6 +93,13 @@ class Session:
                 code="over-time-budget", who=plan.experiment.id, way_out="raise the budget; fewer blocks decide less",
             )  # fmt: skip
 
+    def judge_requirements(self) -> None:
+        """Judge again, with every other verdict at hand, what rests on other experiments; measures nothing."""
+        for identifier, outcome in list(self.outcomes.items()):
+            if outcome.evidence is not None and outcome.evidence.plan.experiment.requires:
+                prior = [verdict for verdict in self.verdicts() if verdict is not outcome.verdict]
+                self.outcomes[identifier] = Outcome(gates.evaluate(outcome.evidence, prior=prior), outcome.evidence)
+
     def verdicts(self) -> list[Verdict]:
         return [outcome.verdict for outcome in self.outcomes.values()]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pytest_engram.gates import correctness, effects, treatment
 from pytest_engram.gates.case import Case
 from pytest_engram.gates.reasons import Finding, of_problem
+from pytest_engram.gates.tested import percent
 from pytest_engram.model import (
     GATE_NAMES,
     Claim,
@@ -95,7 +96,7 @@ def _sentence(experiment: Experiment, found: Sequence[Effect], arms: Sequence[st
 
 
 def _size(estimate: float | None) -> str:
-    return "without a finite size" if estimate is None else effects.percent(estimate)
+    return "without a finite size" if estimate is None else percent(estimate)
 
 
 def _end(value: float | None, otherwise: str) -> str:

@@ -22,6 +22,7 @@ MODEL = EngramLayout.deepseek_v41()
 
 
 def as_batch(vector: dict[str, Any]) -> HashBatch:
+    """A golden vector's inputs with the contract's dtypes."""
     kinds = {"positions": np.int64, "dead": bool, "window_dead": bool}
     names = ("token_ids", "positions", "query_start_loc", "dead", "window", "window_dead")
     return HashBatch(**{name: np.array(vector[name], dtype=kinds.get(name, np.int32)) for name in names})

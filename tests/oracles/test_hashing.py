@@ -54,7 +54,7 @@ def test_vectorised_equals_scalar(
     scalar: Any, scalar_tables: Any, scalar_map: list[int], batches: list[HashBatch]
 ) -> None:
     """H5–H12: on any batches, with and without a slot cache, both implementations give the same ids."""
-    cache, slots = SlotCache(16), dict[int, int]()
+    cache, slots = SlotCache(64), dict[int, int]()
     for batch in batches:
         assert hash_ids(MODEL, batch, MAP).tolist() == scalar.hash_batch(scalar_tables, batch, scalar_map)
         seen = hash_ids(MODEL, batch, MAP, cache).tolist()
@@ -180,6 +180,8 @@ def test_a_slot_cache_needs_slots_and_table() -> None:
         hash_ids(MODEL, HashBatch.sequence([1]), MAP, SlotCache(4))
     with pytest.raises(UsageError, match="0 slots"):
         SlotCache(0)
+    with pytest.raises(UsageError, match="slot 4; expected below 4"):
+        hash_ids(MODEL, HashBatch.sequence([1], slots=[4], block_table=[0]), MAP, SlotCache(4))
 
 
 def test_concat_refuses_mixtures() -> None:

@@ -31,8 +31,6 @@ def test_for_rows_is_close_and_fast(rows: int) -> None:
     assert time.perf_counter() - begin < 1
     assert layout.num_embeddings == (layout.rows(0), layout.rows(1))
     assert rows * 0.95 <= max(layout.num_embeddings) <= rows
-    bigger = EngramLayout(layer_ids=(1, 14), num_embeddings=(2 * rows,) * 2, vocab_size=layout.vocab_size + 1)
-    assert bigger.rows(1) > rows or layout.rows(1) == rows or bigger.primes[0, 0] == layout.primes[0, 0]
 
 
 def test_for_rows_keeps_given_fields() -> None:
@@ -73,13 +71,14 @@ def test_tables_may_have_spare_rows() -> None:
         {"max_ngram": 1},
         {"n_heads": 0},
         {"vocab_size": 1},
+        {"vocab_size": 90_000_000, "num_embeddings": (2**32, 2**32)},
     ],
 )
 def test_bad_layouts_are_refused(change: dict[str, Any]) -> None:
     """A layout that cannot exist is a usage error that says what was expected."""
     good = {"layer_ids": (1, 14), "num_embeddings": (10**6, 10**6), "vocab_size": 1_000}
     EngramLayout(**good)
-    with pytest.raises(UsageError, match="EngramLayout: .*expected"):
+    with pytest.raises(UsageError, match=r"EngramLayout: .*expected"):
         EngramLayout(**{**good, **change})
 
 

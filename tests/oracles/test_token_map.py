@@ -9,12 +9,14 @@ from pytest_engram.hashing import build_token_map
 
 TEXTS = [
     (" The", "ĠThe"), ("the", "the"), ("THE", "THE"), ("é", "Ã©"), ("e\u0301", "eÌģ"), ("E", "E"),
-    (" ", "Ġ"), ("", "<empty>"), ("\n", "Ċ"), (" \t\r\n ", "ĠĉčĊĠ"), ("\ufffd", "Ã"), ("\ufffd", "Ä"), ("\u200b", "z"),
-    ("ﬁ", "fi1"), ("FI", "fi2"), ("a  b", "a1"), ("A\tB", "a2"), ("\x1c", "fs"), ("ΑΣ", "s1"), ("ας", "s2"), ("ασ", "s3"),
+    (" ", "Ġ"), ("", "<empty>"), ("\n", "Ċ"), (" \t\r\n ", "ĠĉčĊĠ"), ("\ufffd", "Ã"), ("\ufffd", "Ä"),
+    ("ﬁ", "fi1"),
+    ("FI", "fi2"), ("a  b", "a1"), ("A\tB", "a2"), ("\x1c", "fs"), ("ΑΣ", "s1"), ("ας", "s2"), ("ασ", "s3"),
 ]  # fmt: skip
 
 
 def ids() -> dict[str, int]:
+    """Raw token -> compressed id."""
     mapping, _ = build_token_map(TEXTS)
     return {raw: int(new) for (_, raw), new in zip(TEXTS, mapping, strict=True)}
 

@@ -31,13 +31,9 @@ def backend(name="engine", differences=(), capabilities=("hash",)):
 @pytest.fixture
 def cases(monkeypatch):
     """Four lines: good, bad, half bad, and one that needs a capability."""
-    made = (
-        Case("fine", "H1", "hash", False, good),
-        Case("broken", "H2", "hash", False, wrong),
-        Case("one", "H3", "hash", False, good),
-        Case("two", "H3", "hash", False, wrong),
-        Case("gated", "L11", "gate", False, good),
-    )
+    words = (("fine", "H1", good), ("broken", "H2", wrong), ("one", "H3", good), ("two", "H3", wrong))
+    made = [Case(name, contract, "hash", run=run, compact=False) for name, contract, run in words]
+    made.append(Case("gated", "L11", "gate", run=good, compact=False))
     monkeypatch.setattr(module, "CASES", made)
     return made
 
