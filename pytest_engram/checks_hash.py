@@ -68,8 +68,8 @@ def strided_inputs(probe: Probe) -> Finding | None:
 
 
 def before_start(probe: Probe) -> Finding | None:
-    """A lookback before position 0 takes the pad value, in the chunk as in a chunk that starts at 1, 2 or 3."""
-    chunks = [HashBatch.sequence(probe.tokens(4), history=probe.tokens(length)) for length in range(4)]
+    """A lookback before position 0 takes the pad value even where a stale window holds a token."""
+    chunks = [HashBatch.sequence(probe.tokens(4), start=start, history=probe.tokens(3)) for start in range(4)]
     return probe.differs(HashBatch.concat(chunks))
 
 
@@ -189,9 +189,9 @@ def slot_write_first(probe: Probe) -> Finding | None:
 
 def slot_padding(probe: Probe) -> Finding | None:
     """A negative slot is not written: a fully padded replay leaves every slot as it was."""
-    whole = probe.tokens(6)
-    first, last = _paged(whole[:5], [3, 4]), _paged(whole[5:], [3, 4], start=5)
-    replay = replace(_paged(probe.tokens(5), [3, 4]), slots=np.full(5, -1, dtype=np.int64))
+    whole = probe.tokens(6)  # its history lies in the first and the last slot, where a stray −1 would land
+    first, last = _paged(whole[:5], [15, 0]), _paged(whole[5:], [15, 0], start=5)
+    replay = replace(_paged(probe.tokens(5), [15, 0]), slots=np.full(5, -1, dtype=np.int64))
     ids = probe.ids(HashBatch.sequence(whole))
     return _through(probe, probe.hasher(_SLOTS), [first, replay, last], [ids[:5], None, ids[5:]])
 
@@ -263,6 +263,7 @@ def fresh_instance(probe: Probe) -> Finding | None:
     """After a KV transfer the window alone gives the single instance's ids; without it they must differ."""
     whole = probe.tokens(9)
     expected = probe.ids(HashBatch.sequence(whole))[8:]
+    probe.hasher(_SLOTS)(_paged(whole[:8], [3, 8, 1]))  # the prefill instance, whose slots do not travel
     decode = _paged(whole[8:], [3, 8, 1], start=8)
     window = np.array([window_row(whole.tolist(), 8)], dtype=np.int32)
     if found := probe.differs(replace(decode, window=window), expected, hasher=probe.hasher(_SLOTS)):

@@ -1,4 +1,4 @@
-"""The contract cases of lookups and the gate: L1–L5, L7–L11 and the rows of H17."""
+"""The contract cases of lookups and the gate: L1–L5, L7, L9–L11 and the rows of H17."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.protocol import TableShard
 from pytest_engram.checks_case import Case, Finding, Probe, rows_differ, to_numpy
-from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
+from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard
 from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
 
 _DIM = 256
@@ -102,13 +102,13 @@ def padded_heads(probe: Probe) -> Finding | None:
 
 def shards_assemble(probe: Probe) -> Finding | None:
     """The shards' outputs side by side, cut to the true heads, are the whole lookup."""
-    return _assembled(probe, 24, [(rank, rank) for rank in range(5)], 5)
-
-
-def tp_major(probe: Probe) -> Finding | None:
-    """Head order is TP-major with DP inside: shard rank = tp rank × dp size + dp rank."""
-    order = [(shard_rank(tp, dp, 3), tp * 3 + dp) for tp in range(2) for dp in range(3)]
-    return _assembled(probe, 12, order, 6)
+    weight, scales, primes = _heads(probe, 24)
+    ids = _head_ids(probe, primes, 3)
+    expected = np.empty((3, 24, _DIM), dtype=np.uint16)
+    lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
+    parts = [_cut(weight, scales, head_shard(primes, 5, rank), 24) for rank in range(5)]
+    outputs = [probe.lookup(_placed(probe, part), probe.place(ids))[0] for part in parts]
+    return rows_differ(np.concatenate(outputs, axis=1)[:, :24], expected, ids)
 
 
 def strided_ids(probe: Probe) -> Finding | None:
@@ -230,20 +230,6 @@ def _cut(weight: Any, scales: Any, part: Any, heads: int) -> TableShard:
     return TableShard(weight[rows], scales[rows], part.start, part.end, part.head_start, part.local_heads, heads)
 
 
-def _assembled(probe: Probe, heads: int, order: list[tuple[int, int]], shards: int) -> Finding | None:
-    """``order`` gives (shard rank, place of its output); the concatenation must equal the whole lookup."""
-    weight, scales, primes = _heads(probe, heads)
-    ids = _head_ids(probe, primes, 3)
-    expected = np.empty((3, heads, _DIM), dtype=np.uint16)
-    lookup_rows(TableShard(weight, scales, 0, len(weight), 0, heads, heads), ids, expected)
-    parts: dict[int, Any] = {}
-    for rank, place in order:
-        shard = _cut(weight, scales, head_shard(primes, shards, rank), heads)
-        parts[place], _ = probe.lookup(_placed(probe, shard), probe.place(ids))
-    seen = np.concatenate([parts[place] for place in sorted(parts)], axis=1)[:, :heads]
-    return rows_differ(seen, expected, ids)
-
-
 def _gate_inputs(probe: Probe, tokens: int, dim: int) -> tuple[Any, ...]:
     """(hidden, key, value [T, D], query_norm, key_norm [D]) float32."""
     wide = probe.rng.standard_normal((3, tokens, dim), dtype=np.float32)
@@ -281,7 +267,6 @@ LOOKUP_CASES = (
     Case("strided-ids", "L5", "lookup", strided_ids, compact=True),
     Case("wide-addresses", "L5", "lookup", wide_addresses),
     Case("spare-rows", "L7", "lookup", spare_rows),
-    Case("tp-major", "L8", "shards", tp_major),
     Case("token-counts", "L9", "lookup", token_counts),
     Case("dead-rows", "L10", "lookup", dead_rows),
     Case("gate", "L11", "gate", gate, compact=True),

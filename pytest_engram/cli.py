@@ -81,9 +81,10 @@ def _experiments_arguments(command: argparse.ArgumentParser) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from pytest_engram import codec, doctor, engines, provenance
     from pytest_engram.numa.topology import read_topology
-    from pytest_engram.session import load_experiments
+    from pytest_engram.session import load_experiments, this_machine
 
-    topology, found = read_topology(arguments.root), provenance.collect(arguments.root)
+    topology = this_machine() if arguments.root == Path("/") else read_topology(arguments.root)
+    found = provenance.collect(arguments.root)
     if arguments.json:
         print(codec.encode({"topology": codec.to_builtins(topology), "provenance": found}).decode())
         return 0

@@ -182,12 +182,14 @@ def _knobs(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 def _ladder(prospects: Sequence[Prospect]) -> Iterator[str]:
     yield "What this machine can prove"
+    told: set[str] = set()
     for one in prospects:
         yield ""
-        yield from _wrapped(f"{one.experiment:<4}", f"{one.title} ({one.claim.value})", indent=2)
+        yield from _wrapped(f"{one.experiment}  ", f"{one.title} ({one.claim.value})", indent=2)
         yield from _wrapped("", _verdict(one), indent=6)
         for engine, reason in one.refusals.items():
-            yield from _wrapped("- ", f"{engine}: {reason}", indent=6)
+            yield from _wrapped("- ", f"{engine}: {'as above' if reason in told else reason}", indent=6)
+        told.update(reason for reason in one.refusals.values() if len(reason) > WIDTH // 2)
         for rung in one.rungs:
             if rung.reason:
                 yield from _wrapped("- ", f"gate {rung.gate} {rung.name}: {rung.reason}", indent=6)

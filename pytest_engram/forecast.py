@@ -10,7 +10,6 @@ from pytest_engram import engines, metrics, planning, runner, session, stats
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.model import Evidence, Experiment, Plan, RunRecord
-from pytest_engram.numa.topology import read_topology
 
 GIB = 1 << 30
 
@@ -19,7 +18,7 @@ def lines(arguments: Any) -> Iterator[str]:
     """One paragraph per experiment: allocations, bytes, minutes, detectable effect, or why it cannot run here."""
     known = session.load_experiments(arguments.experiments)
     session.check_ids(arguments.experiment, known)
-    topology = read_topology()
+    topology = session.this_machine()
     choices = planning.Choices(
         engine=engines.choose(arguments.engine), engines=engines.availability(), backend=arguments.backend,
         candidate=arguments.candidate, rows=arguments.rows, blocks=arguments.pairs, seed=arguments.seed,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram import checks, codec, ledger
-from pytest_engram.backends import load_backend
+from pytest_engram.backends import load_backend, receipt_of
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.engines import engine_class
 from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
@@ -180,7 +180,7 @@ class Peer:
         """What this arm really ran: keys named after the variable may differ between arms, all others may not."""
         experiment, placement = self.plan.experiment, self.plan.placements[arm]
         settings = {**experiment.hold, **experiment.arms[arm]}
-        receipt = self.backends[self.plan.backends[arm]].receipt()
+        receipt = receipt_of(self.backends[self.plan.backends[arm]])
         return {
             **{f"machine.{key}": value for key, value in self.machine.items()},
             **{f"backend.{key}": value for key, value in receipt.items()},

@@ -42,9 +42,8 @@ class Session:
 
     @cached_property
     def topology(self) -> Topology:
-        from pytest_engram.numa.topology import read_topology
-
-        return read_topology()
+        """This machine, GPUs as sysfs and the drivers answer."""
+        return this_machine()
 
     @cached_property
     def choices(self) -> planning.Choices:
@@ -105,6 +104,14 @@ class Session:
 
     def evidences(self) -> Iterator[Evidence]:
         return (outcome.evidence for outcome in self.outcomes.values() if outcome.evidence is not None)
+
+
+def this_machine() -> Topology:
+    """The topology here; drivers are asked beside sysfs, which a virtual machine leaves empty."""
+    from pytest_engram.gpu.nvml import gpu_sources
+    from pytest_engram.numa.topology import read_topology
+
+    return read_topology(gpu_sources=gpu_sources())
 
 
 def load_experiments(paths: list[str] | None = None) -> dict[str, Experiment]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -9,7 +12,10 @@ from pytest_engram.backends.protocol import CAPABILITIES, Backend
 from pytest_engram.errors import EngramError, UsageError
 
 GROUP = "pytest_engram.backends"
-_BUILT_IN = {"reference": "pytest_engram.backends.reference:ReferenceBackend"}  # also from an uninstalled checkout
+_BUILT_IN = {  # also from an uninstalled checkout
+    "reference": "pytest_engram.backends.reference:ReferenceBackend",
+    "vllm": "pytest_engram.backends.vllm:VllmBackend",
+}
 
 
 def known_backends() -> dict[str, str]:
@@ -18,16 +24,20 @@ def known_backends() -> dict[str, str]:
 
 
 def load_backend(spec: str) -> Backend:
-    """The backend named ``spec`` (an entry point of group ``pytest_engram.backends``, or ``pkg.mod:Class``).
+    """The backend named ``spec``: an entry point of group ``pytest_engram.backends``, or ``pkg.mod:Class``.
+
+    ``name@target`` (``vllm@0.33.0``, ``vllm@/path/to/checkout``) hands the whole spec to an entry point's class.
 
     Raises ``UsageError`` that names the known backends when there is none, when its import or constructor fails, or
     when it does not satisfy the protocol.
     """
-    path = known_backends().get(spec, spec)
+    name, _, target = spec.partition("@")
+    path = known_backends().get(name, spec)
     if ":" not in path:
         raise _bad(spec, "no such backend", "unknown-backend")
     try:
-        backend = EntryPoint(name=spec, value=path, group=GROUP).load()()
+        kind = EntryPoint(name=name, value=path, group=GROUP).load()
+        backend = kind(spec) if target else kind()
     except EngramError:
         raise
     except Exception as error:
@@ -59,3 +69,12 @@ def _bad(spec: str, seen: str, code: str) -> UsageError:
         way_out="see pytest_engram/backends/protocol.py" if code == "backend-protocol"
         else "install the backend's distribution or correct the import path",
     )  # fmt: skip
+
+
+def receipt_of(backend: Backend) -> dict[str, str]:
+    """The backend's own receipt, and the hash of its classes' source: two names for one behaviour show as one code."""
+    sources = hashlib.sha256()
+    for kind in type(backend).__mro__[:-1]:
+        with contextlib.suppress(OSError, TypeError):  # a class without a file is in the receipt by its version only
+            sources.update(inspect.getsource(kind).encode())
+    return {**backend.receipt(), "code": sources.hexdigest()}

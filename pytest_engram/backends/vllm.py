@@ -6,6 +6,8 @@ Without CUDA the kernels run in Triton's interpreter on numpy arrays (keep shape
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import Hasher, Launch, TableShard
-from pytest_engram.backends.vllm_light import LightEngine, Surroundings, prepare_triton
+from pytest_engram.backends.vllm_light import INTERPRETER, LightEngine, Surroundings, prepare_triton
 from pytest_engram.backends.vllm_source import locate, parse_spec
 from pytest_engram.errors import UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
@@ -66,12 +68,12 @@ class VllmBackend:
             raise UsageError(f"cap {cap}", code="bad-cap", who=self.name, expected="at least one program")
         weight, scales, indices, rows = map(self.tensor, (shard.weight, shard.scales, ids, out))
         table = self._table(shard, weight.shape[1], scales.shape[1])
-        table.given = (weight.view(_torch().float8_e4m3fn), scales)
         programs = table.device_sms if cap is None else cap
-        table._num_sms = programs if cap is None else 2 * cap
-        with np.errstate(all="ignore"):  # infinities are results; only the interpreter computes them with numpy
+        with self.kernels():
+            table.given = (weight.view(_torch().float8_e4m3fn), scales)
+            table._num_sms = programs if cap is None else 2 * cap
             table.lookup(indices, rows.view(_torch().bfloat16), background=cap is not None)
-        table.given = ()
+            table.given = ()
         if isinstance(out, np.ndarray) and not self.interpreted:
             out[...] = rows.cpu().numpy().view(np.uint16)
         count = len(ids) * shard.local_heads
@@ -94,8 +96,20 @@ class VllmBackend:
         layer.q_weight, layer.k_weight = self.tensor(query_norm)[None], self.tensor(key_norm)[None]
         mask = None if keep is None else self.tensor(keep)
         ids = torch.zeros(len(key), 2, dtype=torch.int32, device=key.device)
-        gated = layer.forward(self.tensor(hidden)[:, None], ids, mask)[:, 0]
+        with self.kernels():
+            gated = layer.forward(self.tensor(hidden)[:, None], ids, mask)[:, 0]
         return self.give_back(gated, hidden)
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Around every launch.  The interpreter keeps its program id in a global, so only one thread may be in it;
+        it computes with numpy, where infinities are results and no warnings.
+        """
+        if not self.interpreted:
+            yield
+            return
+        with INTERPRETER, np.errstate(all="ignore"):
+            yield
 
     def tensor(self, array: Any) -> Any:
         """``array`` as a tensor where the kernels run: memory is shared except from numpy to a CUDA device."""
@@ -154,16 +168,10 @@ class _VllmHasher:
                 who=self._backend.name, way_out="call bind(num_slots) and give slots and a block table",
             )  # fmt: skip
         state.block_size = batch.block_size
-        ids = state.forward(
-            tensor(batch.token_ids),
-            tensor(batch.positions),
-            tensor(batch.query_start_loc),
-            tensor(batch.dead),
-            tensor(batch.window),
-            tensor(batch.window_dead),
-            tensor(batch.slots) if state.use_slot_cache else None,
-            tensor(batch.block_table) if state.use_slot_cache else None,
-        )
+        paged = (batch.slots, batch.block_table) if state.use_slot_cache else ()
+        inputs = (batch.token_ids, batch.positions, batch.query_start_loc, batch.dead, batch.window, batch.window_dead)
+        with self._backend.kernels():
+            ids = state.forward(*map(tensor, (*inputs, *paged)), *([None] * (2 - len(paged))))
         return self._backend.give_back(ids, batch.token_ids) if self._backend.interpreted else ids
 
     def dummy(self, tokens: int) -> tuple[Any, Any]:

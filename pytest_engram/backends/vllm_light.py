@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from pytest_engram.backends.vllm_source import EngineSource
 from pytest_engram.errors import EngramError, NotMeasurable
 
 INTERPRETED_SMS = 16  # the interpreter has no SMs; a small machine makes grids wrap in small cases
+INTERPRETER = threading.RLock()  # Triton's interpreter is one per process and not safe for threads
 _SHM = "/dev/shm"  # noqa: S108  vLLM's own constant, not a file that is created here
 
 

@@ -90,7 +90,8 @@ class EngineLayer:
 
     def prepare(self, ids: Any) -> None:
         """Submit the lookup of ``ids`` int32 [T, H]: on the prefetch stream, or inline for a device table."""
-        self.module.prepare_embeddings(self.backend.tensor(ids))
+        with self.backend.kernels():
+            self.module.prepare_embeddings(self.backend.tensor(ids))
 
     def embed(self, ids: Any) -> Any:
         """Wait for this layer's own lookup; bf16 [T, H, dim], a view of the staging buffer."""

@@ -113,10 +113,12 @@ class Case:
         metric, effects, aa, empty = metrics.find(rule.metric), [], [], 0
         for block in self.blocks:
             readings = [metrics.measure(self.runs[block, name], rule.metric) for name in ("A", "A'", arm)]
-            values = [reading.value for reading in readings if reading.value is not None]
+            values = [
+                reading.value for reading in readings if reading.value is not None and 0 <= reading.value < math.inf
+            ]
             if len(values) < 3:
-                reason = next(reading.reason for reading in readings if reading.value is None)
-                return Comparison(rule, arm, harm, absent=reason or "not recorded")
+                reason = next((r.reason for r in readings if r.value is None), "an impossible value")
+                return Comparison(rule, arm, harm, absent=f"{reason or 'not recorded'} (block {block})")
             effects.append(stats.block_effect(*values, direction=rule.direction, additive=metric.additive))
             aa.append(stats.aa_effect(*values[:2], additive=metric.additive))
             empty += not any(values)

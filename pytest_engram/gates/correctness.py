@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -55,13 +56,17 @@ def _schedule(case: Case) -> Iterator[Finding]:
         if cell not in cells or ran.count(cell) > 1:
             yield Finding(reason="unscheduled-run", observed="run {}, block {}, arm {}".format(*cell))
     for before, after in pairwise(case.evidence.runs):
-        if after.index < before.index or _moment(after) < _moment(before):
+        if after.index < before.index or not _moment(before) <= _moment(after):
             observed = f"run {after.index} stands or started before run {before.index}"
             yield Finding(reason="schedule-altered", observed=observed, threshold="the order of the schedule")
 
 
 def _moment(run: RunRecord) -> float:
-    return datetime.fromisoformat(run.started_at.replace("Z", "+00:00")).timestamp()
+    """Seconds since the epoch; NaN, which is in no order, for a time that cannot be read."""
+    try:
+        return datetime.fromisoformat(run.started_at.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return math.nan
 
 
 def _broken(case: Case) -> Iterator[Finding]:

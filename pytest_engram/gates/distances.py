@@ -40,11 +40,6 @@ def from_rank(case: Case, rank: int, node: int | str) -> int | None:
     return found.distances.get(int(node)) if found is not None and str(node).isdigit() else None
 
 
-def known(case: Case) -> bool:
-    """Whether rank 0 has a home, so that a control has a near and a far side."""
-    return home(case, 0) is not None
-
-
 def cost(case: Case, arm: str, rank: int) -> float | None:
     """The mean distance of the rank's pages, weighted by where the kernel says they lie in ``arm``."""
     runs = case.of(arm)

@@ -85,12 +85,15 @@ def _of_ranks(tested: list[Tested], predicted: list[str], passed: tuple[str, ...
     return replace(finding, notes=finding.notes + notes)
 
 
-def no_offset(case: Case, arms: Sequence[str]) -> Finding:
-    """Gate 3: main compute and communication are not worse than their margins, in unmarked runs."""
+def no_offset(case: Case, treated: Sequence[str], arms: Sequence[str]) -> Finding:
+    """Gate 3: main compute and communication are not worse than their margins, in unmarked runs.
+
+    ``treated`` are the candidates that gate 1 let in, all of which share one level; ``arms`` those still in.
+    """
     rules = [rule for rule in case.experiment.no_offset if not _not_applicable(case, rule)]
     skipped = [rule.metric for rule in case.experiment.no_offset if rule not in rules]
-    found = case.compare_all(rules, arms, harm=True)
-    problem = _unusable(case, found, arms)
+    found = case.compare_all(rules, treated, harm=True)
+    problem = _unusable(case, found, treated)
     if problem is not None:
         return problem
     tested = within(found, case.experiment.alpha)
@@ -112,7 +115,7 @@ def _reason(case: Case, metric: str) -> str:
     return case.compare(MetricRule(metric=metric, direction="down"), "A").absent
 
 
-def end_to_end(case: Case, arms: Sequence[str], prior: Sequence[Verdict]) -> Finding:
+def end_to_end(case: Case, treated: Sequence[str], arms: Sequence[str], prior: Sequence[Verdict]) -> Finding:
     """Gate 4: goodput at the fixed load and limits improved beyond the margin, and no guard is broken."""
     unmet = _unmet(case, prior)
     if unmet:
@@ -121,9 +124,9 @@ def end_to_end(case: Case, arms: Sequence[str], prior: Sequence[Verdict]) -> Fin
     if failed:
         return Finding(reason="failed-requests", observed=failed, threshold="none", always_judged=True)
     alpha = case.experiment.alpha
-    gains = case.compare_all(case.experiment.end_to_end, arms)
-    guards = case.compare_all(case.experiment.guards, arms, harm=True)
-    problem = _unusable(case, gains, arms) or next((_absent(guards) for one in guards if one.absent), None)
+    gains = case.compare_all(case.experiment.end_to_end, treated)
+    guards = case.compare_all(case.experiment.guards, treated, harm=True)
+    problem = _unusable(case, gains, treated) or next((_absent(guards) for one in guards if one.absent), None)
     if problem is not None:
         return problem
     empty = sum(one.empty_blocks for one in gains)

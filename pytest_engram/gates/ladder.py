@@ -21,6 +21,7 @@ from pytest_engram.model import (
 )
 
 _BLOCKED = Finding(reason="earlier-gate")
+_TREATMENT = GATE_NAMES.index("treatment")
 _FIRST_REPORTED = 2  # gates from here on are reported, not judged, for a `characterises` claim
 
 
@@ -30,13 +31,13 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
     ``prior`` are verdicts under equal fingerprints, of this run or of a file: what ``requires`` is checked against.
     """
     case = Case(evidence)
-    arms = case.candidates
+    treated = arms = case.candidates
     gates: tuple[Callable[[], Finding], ...] = (
         lambda: correctness.judge(case),
         lambda: treatment.judge(case),
         lambda: effects.mechanism(case, arms),
-        lambda: effects.no_offset(case, arms),
-        lambda: effects.end_to_end(case, arms, prior),
+        lambda: effects.no_offset(case, treated, arms),
+        lambda: effects.end_to_end(case, treated, arms, prior),
     )
     results: list[GateResult] = []
     notes: list[str] = []
@@ -48,6 +49,7 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
         results.append(result)
         if result.judged and result.status is Status.PASS:
             arms = finding.passed
+            treated = arms if number == _TREATMENT else treated
     return _verdict(case.experiment, results, evidence.plan.protocol_hash, arms, notes)
 
 

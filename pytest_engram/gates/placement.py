@@ -31,7 +31,10 @@ def judge(case: Case) -> Finding:
 
 
 def _faults(plan: Plan, run: RunRecord) -> Iterator[Finding]:
-    tables = plan.placements[base_arm(run.arm)].tables
+    asked = plan.placements.get(base_arm(run.arm))
+    tables = asked.tables if asked else ()
+    if not tables:
+        yield Finding(reason="pages-not-audited", observed=f"arm {run.arm}: no placement is planned")
     audits = [audit for sample in run.placement for audit in sample.distributions]
     for number, table in enumerate(tables):
         for rank in table.ranks:

@@ -51,7 +51,7 @@ def holm(found: Sequence[Comparison], alpha: float) -> list[Tested]:
 
 
 def within(found: Sequence[Comparison], alpha: float) -> list[Tested]:
-    """Per metric, adjusted over the candidates: any of them may carry the gate, but each must keep every rule."""
+    """Per metric, adjusted over the candidates: any of them may carry the gate, by keeping every rule."""
     names = dict.fromkeys(one.rule.metric for one in found)
     return [tested for name in names for tested in holm([one for one in found if one.rule.metric == name], alpha)]
 

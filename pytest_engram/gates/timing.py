@@ -16,7 +16,8 @@ from pytest_engram.queueing import queue_report
 from pytest_engram.schedule import MINIMUM_BLOCKS
 
 CLOCK_DRIFT = 0.15  # largest change of a clock (keys ending in _mhz) between the medians of two blocks
-THROTTLED_RUNS = 0.1  # largest share of runs with a throttle reason
+THROTTLED_RUNS = 0.1  # largest share of runs that were slowed by heat or by the board
+SLOWDOWNS = 0x08 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and hardware thermal, power brake
 
 
 def validity(case: Case) -> Finding | None:
@@ -59,7 +60,7 @@ def _drift(case: Case) -> Iterator[Finding]:
         if key.endswith("_mhz"):
             yield from _clock(case, key)
         elif key.startswith("throttle"):
-            hot = sum(run.drift.get(key, 0.0) != 0 for run in runs)
+            hot = sum(bool(int(run.drift.get(key, 0)) & SLOWDOWNS) for run in runs)
             if hot > THROTTLED_RUNS * len(runs):
                 seen = f"{key} in {hot} of {len(runs)} runs"
                 yield Finding(reason="throttled", observed=seen, threshold=f"{THROTTLED_RUNS:.0%}", always_judged=True)
@@ -126,11 +127,11 @@ def _control(case: Case) -> Iterator[Finding]:
     if not pairs:
         yield Finding(reason="no-positive-control", observed="no pair of control runs", always_judged=True)
         return
-    near, far = _near_far(case)
+    near, far, known = _near_far(case)
     p_value, alpha = 1.0, case.experiment.alpha
     ratios = [math.log(pair[far] / pair[near]) for pair in pairs if near in pair and far in pair]
     if ratios:
-        p_value = stats.p_above(ratios, 0.0) if distances.known(case) else stats.two_sided(ratios) / 2
+        p_value = stats.p_above(ratios, 0.0) if known else stats.two_sided(ratios) / 2
     if p_value > alpha:
         seen = f"{far} against {near}: {len(ratios)} pairs, p = {p_value:.3g}"
         yield Finding(
@@ -149,10 +150,10 @@ def _pairs(runs: Iterable[RunRecord]) -> list[dict[str, float]]:
     return [pair for pair in blocks.values() if len(pair) == 2]
 
 
-def _near_far(case: Case) -> tuple[str, str]:
-    """The control's arms ``control-N`` by the distance of node N from rank 0; in order of N where it is unknown."""
+def _near_far(case: Case) -> tuple[str, str, bool]:
+    """The control's arms ``control-N`` by the distance of node N from rank 0, and whether that distance is known."""
     arms = sorted({run.arm for run in case.evidence.control})
     costs = {arm: distances.from_rank(case, 0, arm.rpartition("-")[2]) for arm in arms}
-    if all(cost is not None for cost in costs.values()):
-        arms.sort(key=lambda arm: costs[arm] or 0)
-    return arms[0], arms[-1]
+    known = None not in costs.values()
+    ordered = sorted(arms, key=lambda arm: costs[arm] or 0) if known else arms
+    return ordered[0], ordered[-1], known

@@ -15,6 +15,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 _SMAPS_HEADER = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) *(.*)$")
 _SMAPS_FIELD = re.compile(r"^(\w+):\s+(\d+)(?: kB)?$")
 _MEMINFO = re.compile(r"^(?:Node (\d+) )?([\w()]+):\s+(\d+)(?: kB)?$")
+_SPACED_POLICY = re.compile(r"(?<= )(weighted|prefer) (interleave|\(many\))")  # the kernel's names of two words
 _COUNTS = frozenset({"anon", "dirty", "mapped", "mapmax", "swapcache", "active", "writeback"})
 _FLAGS = frozenset({"heap", "stack", "huge"})
 
@@ -55,7 +56,7 @@ class NumaMapsLine:
 
 def parse_numa_maps_line(line: str) -> NumaMapsLine:
     """One line of ``/proc/PID/numa_maps``."""
-    words = line.split()
+    words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).split()
     if len(words) < 2 or not re.fullmatch(r"[0-9a-f]+", words[0]):
         raise _unknown("numa_maps line", line)
     pages: dict[int, int] = {}
@@ -74,7 +75,7 @@ def parse_numa_maps_line(line: str) -> NumaMapsLine:
     page_kb = counts.pop("kernelpagesize_kB", None)
     flags = frozenset(words[2:]) & _FLAGS
     return NumaMapsLine(
-        start=int(words[0], 16), policy=words[1], pages=pages, page_kb=page_kb, file=file, flags=flags, counts=counts
+        start=int(words[0], 16), policy=words[1].replace("_", " "), pages=pages, page_kb=page_kb, file=file, flags=flags, counts=counts
     )
 
 

@@ -23,7 +23,13 @@ class World:
     events: list[tuple[int, Any]] = field(default_factory=list)
 
     def __call__(self, name: str, *, ranks: int = 2, deadline_s: float = 20, **payload: Any) -> list[Any]:
-        payload = {"folder": str(self.folder), "backing": "tmpfs", "bytes": 3 << 20, "mode": "bind", "nodes": [0]} | payload
+        payload = {
+            "folder": str(self.folder),
+            "backing": "tmpfs",
+            "bytes": 3 << 20,
+            "mode": "bind",
+            "nodes": [0],
+        } | payload
         payload.setdefault("groups", [list(range(ranks))])
         specs = [RankSpec(env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})] * ranks
         return run_world(f"{ENTRIES}:{name}", payload, specs, deadline_s=deadline_s, on_event=self._note)

@@ -62,7 +62,8 @@ class Registered:
 
 def placement(payload: dict[str, Any]) -> PlacementPlan:
     tables = [
-        TablePlan(ranks=tuple(ranks), mode=payload["mode"], nodes=tuple(payload["nodes"])) for ranks in payload["groups"]
+        TablePlan(ranks=tuple(ranks), mode=payload["mode"], nodes=tuple(payload["nodes"]))
+        for ranks in payload["groups"]
     ]
     return PlacementPlan(policy="test", backing=payload["backing"], tables=tuple(tables))
 
@@ -106,7 +107,12 @@ def echo(group: Any, payload: Any) -> list[Any]:
     group.emit(["event", group.rank])
     everyone = group.all_gather(group.rank * 10, step="gather")
     group.barrier(step="barrier")
-    return [everyone, group.broadcast(payload, step="broadcast"), sorted(os.sched_getaffinity(0)), os.environ.get("TEST")]
+    return [
+        everyone,
+        group.broadcast(payload, step="broadcast"),
+        sorted(os.sched_getaffinity(0)),
+        os.environ.get("TEST"),
+    ]
 
 
 def fail(group: Any, payload: dict[str, Any]) -> None:

@@ -145,6 +145,13 @@ def test_the_tightest_headroom_may_be_an_ancestors(grow: Grow) -> None:
     assert cgroup_headroom(root) == 0
 
 
+def test_version_1_without_limits_is_no_limit(grow: Grow) -> None:
+    """cgroup v1 writes "none" as a huge number: it is no limit, not 8 EiB of room."""
+    folders = [f"sys/fs/cgroup/memory/burstable{part}" for part in ("", "/pod7")]
+    root = grow("two-sockets-snc2", {f"{folder}/memory.limit_in_bytes": "9223372036854771712\n" for folder in folders})
+    assert (memory_limit(root), cgroup_headroom(root)) == (None, None)
+
+
 def test_the_fingerprint_leaves_out_what_changes_by_itself(grow: Grow) -> None:
     """Clocks, load and free sizes do not make two arms different; knobs, mounts and cpusets do."""
     base = machine_fingerprint(collect(grow("two-sockets")))

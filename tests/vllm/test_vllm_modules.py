@@ -1,5 +1,6 @@
 """vLLM's own kernels against the oracles: what the check set does not reach, and what the two of them disagree on."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from pytest_engram import hashing, rows, tokens
 from pytest_engram.backends.protocol import Backend, Launch, TableShard
+from pytest_engram.checks_case import to_numpy
 from pytest_engram.errors import UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 
@@ -115,6 +117,28 @@ def test_lookup_keeps_no_memory_of_the_table(vllm_backend, layout):
     del both, shard
     gc.collect()  # Triton's interpreter leaves reference cycles
     mapping.close()  # BufferError if a view were alive
+
+
+def test_threads_do_not_disturb_each_other(vllm_backend, layout, shard):
+    """A gather worker and the main computation launch at the same time, as the CPU engine does."""
+    batch = HashBatch.sequence(range(6))
+    ids = hashing.hash_ids(layout, batch, hashing.synthetic_token_map())
+    expected = np.empty((6, 24, 32), np.uint16)
+    rows.lookup_rows(shard, ids[:, 0], expected)
+    hasher, wrong = vllm_backend.hasher(layout, hashing.synthetic_token_map(), slot_cache=False), []
+
+    def gather():
+        for _ in range(8):
+            out = np.zeros_like(expected)
+            vllm_backend.lookup(shard, ids[:, 0], out)
+            wrong.append(int((out != expected).sum()))
+
+    worker = threading.Thread(target=gather)
+    worker.start()
+    seen = [to_numpy(hasher(batch)) for _ in range(8)]
+    worker.join()
+    assert wrong == [0] * 8
+    assert all((each == ids).all() for each in seen)
 
 
 @pytest.mark.parametrize(("tp", "dp", "heads"), [(1, 4, 5), (2, 2, 5), (4, 1, 6), (8, 1, 6)])

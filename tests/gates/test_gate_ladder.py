@@ -1,0 +1,213 @@
+"""The ladder as a whole: order, claims, several candidates, the sentence, purity, files."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pytest_engram import codec, gates
+from pytest_engram.model import Claim, Evidence, Problem, Status, Verdict
+
+PASSED_PRIOR = ("A1", "B1")
+
+
+def verdict_of(name, status):
+    return Verdict(
+        experiment=name, title=name, claim=Claim.IMPROVES, subject="suite loop", status=status, gates=(),
+        protocol_hash="",
+    )  # fmt: skip
+
+
+def statuses(verdict):
+    return [gate.status.value for gate in verdict.gates]
+
+
+def test_a_working_change_passes_with_one_sentence(lab):
+    """All five gates PASS, and the sentence names effect, interval, blocks, load and subject."""
+    verdict = gates.evaluate(lab.evidence("B1"))
+    assert statuses(verdict) == ["PASS"] * 5
+    assert verdict.sentence.startswith("B1: goodput +22.")
+    for part in ("95 % CI +2", " … +2", "over 8 blocks at the same SLO and load; subject: suite loop."):
+        assert part in verdict.sentence
+
+
+def test_no_sentence_without_all_five(lab):
+    """A change that is not shown end to end has no sentence, however much its wait shrank."""
+    verdict = gates.evaluate(lab.evidence("B1", effects={"B": {"exposed_wait": -3.0}}, seed=12))
+    assert (verdict.status, verdict.sentence) == (Status.INCONCLUSIVE, None)
+    assert any("80 % power" in note for note in verdict.notes)
+
+
+def test_the_word_is_never_used(lab, change):
+    """The gates never say speed-up; a passed claim has its sentence and nothing else."""
+    everything = codec.encode(gates.evaluate(lab.evidence("B1"))).decode() + str(gates.REASONS)
+    assert "speed" not in everything.lower()
+
+
+def test_the_first_failure_blocks_the_rest(lab):
+    """No later gate is decided, or even looked at, after one that is not PASS."""
+    verdict = gates.evaluate(lab.evidence("B1", effects={"B": {"exposed_wait": -1.0, "main_compute": 0.3, "goodput": 0.2}}))
+    assert statuses(verdict) == ["PASS", "PASS", "PASS", "FAIL", "BLOCKED"]
+    assert verdict.gates[4].effects == ()
+
+
+def test_smallest_exposed_wait_does_not_win(lab):
+    """A cap with almost no exposed wait and no end-to-end gain stops before the last gate is passed."""
+    effects = {"B": {"exposed_wait": math.log(14 / 2634), "main_compute": 0.15, "goodput": 0.01}}
+    assert gates.evaluate(lab.evidence("B1", effects=effects)).status is Status.FAIL
+
+
+def test_characterises_needs_no_winner(lab):
+    """Without any effect A1 still passes: gates 2 to 4 are reported, not judged, and nothing is declared."""
+    verdict = gates.evaluate(lab.evidence("A1", effects={"B": {}}))
+    assert verdict.status is Status.PASS
+    assert [gate.judged for gate in verdict.gates] == [True, True, False, False, False]
+    assert all(gate.effects for gate in verdict.gates[2:])
+    assert verdict.sentence is None
+
+
+def test_characterises_says_when_ranks_are_symmetric(lab):
+    """One rank nearer and one farther: the effect per rank follows the distances and there is no winner to expect."""
+    verdict = gates.evaluate(lab.evidence("A1", effects={"B": {}}, by_rank={"B": {0: 0.3, 1: -0.3}}))
+    by_metric = {effect.metric: effect.estimate for effect in verdict.gates[2].effects}
+    assert by_metric["lookup@0"] > 0.3 > 0 > by_metric["lookup@1"]
+    assert any("no winner" in note for note in verdict.notes)
+
+
+def test_characterises_is_still_invalid_when_a_differs_from_a(lab, change):
+    """Validity is judged for every claim."""
+
+    def longer(run):
+        sample = run.overlap[0]
+        line = sample.timelines[0]
+        marks = tuple(replace(mark, wait_before=mark.wait_before - 200_000) for mark in line.lookups)
+        return replace(run, overlap=(replace(sample, timelines=(replace(line, lookups=marks),)),))
+
+    evidence = change(lab.evidence("B2", engine="cuda"), longer, lambda run: run.arm == "A'")
+    verdict = gates.evaluate(evidence)
+    assert (verdict.status, verdict.gates[2].judged) == (Status.INVALID, True)
+
+
+def test_a3_needs_a1_and_b1(lab):
+    """Per-socket copies pass only beside a passed A1 and a passed B1; one of them failed is not enough."""
+    evidence = lab.evidence("A3", effects={"B": {"goodput": 0.1}}, by_rank={"B": {1: -0.3}})
+    good = [verdict_of(name, Status.PASS) for name in PASSED_PRIOR]
+    assert gates.evaluate(evidence, prior=good).status is Status.PASS
+    half = gates.evaluate(evidence, prior=[good[0], verdict_of("B1", Status.FAIL)])
+    assert (half.status, half.gates[4].observed, half.sentence) == (Status.BLOCKED, "B1 FAIL", None)
+
+
+def test_only_candidates_that_pass_are_named(lab):
+    """Of two candidates one slows the main path: the other one alone is in the sentence."""
+    arms = {"A": {"cap": None}, "slow": {"cap": 8}, "good": {"cap": 16}}
+    gain = {"lookup": -0.3, "exposed_wait": -0.5, "goodput": 0.2}
+    effects = {"slow": {**gain, "main_compute": 0.3}, "good": gain}
+    evidence = lab.evidence("B2", arms=arms, effects=effects, engine="cuda", claim=Claim.IMPROVES)
+    verdict = gates.evaluate(evidence)
+    assert verdict.status is Status.PASS
+    assert "good goodput" in verdict.sentence
+    assert "slow" not in verdict.sentence
+
+
+def test_untreated_caps_drop_out(lab):
+    """A cap that left the grid as it was is no treatment: it is noted and has no effect to show."""
+    arms = {"A": {"cap": None}, "same": {"cap": 66}, "small": {"cap": 8}}
+    verdict = gates.evaluate(lab.evidence("B2", arms=arms, effects={}, engine="cuda"))
+    assert verdict.gates[1].status is Status.PASS
+    assert "same: no treatment, the same grid as A" in verdict.notes
+    assert {effect.arm for gate in verdict.gates for effect in gate.effects} == {"small"}
+
+
+def test_many_candidates_share_the_level(lab):
+    """The best of twenty useless candidates does not pass: Holm over candidates and metrics."""
+    arms = {"A": {"cap": None}, **{f"c{n}": {"cap": n} for n in range(1, 21)}}
+    won = 0
+    for seed in range(12):
+        evidence = lab.evidence(
+            "B2", arms=arms, effects={}, engine="cuda", claim=Claim.IMPROVES, blocks=11, seed=seed, aa_level=0.001
+        )
+        won += gates.evaluate(evidence).gates[2].status is Status.PASS
+    assert won == 0
+
+
+def test_null_changes_rarely_pass_a_gate(lab):
+    """Useless changes: of 60 schedules at most a handful look like a moved mechanism (2.5 % expected)."""
+    found = [gates.evaluate(lab.evidence("B1", effects={}, seed=seed)).gates[2].status for seed in range(60)]
+    assert found.count(Status.PASS) <= 5
+    assert found.count(Status.INCONCLUSIVE) >= 45
+
+
+def test_zero_goodput_in_the_base_is_a_measured_zero(lab, change):
+    """A base that serves nothing well in some blocks leaves an open interval, not a NaN."""
+
+    def none_good(run):
+        late = tuple(replace(r, ttft_ms=1e6) for r in run.serving[0].requests)
+        return replace(run, serving=(replace(run.serving[0], requests=late),))
+
+    evidence = change(lab.evidence("B1"), none_good, lambda run: run.block < 6 and run.arm != "B")
+    evidence = replace(
+        evidence, plan=lab.plan(lab.experiment("B1", guards=()))
+    )  # without guards: their tails would be worse in A
+    evidence = change(evidence, lambda run: replace(
+        run, fingerprint={**run.fingerprint, "protocol": evidence.plan.protocol_hash}))  # fmt: skip
+    effect = gates.evaluate(evidence).gates[4].effects[0]
+    assert effect.high is None
+    assert effect.low > 0
+    assert effect.per_block.count(None) == 6
+
+
+def test_a_json_round_trip_changes_nothing(lab):
+    """Evidence from a file gives the same verdict as evidence in memory; the verdict survives a file too."""
+    for name in ("A3", "B1", "B2"):
+        evidence = lab.evidence(name, engine="cuda" if name == "B2" else "cpu")
+        verdict = gates.evaluate(evidence)
+        again = gates.evaluate(codec.decode(codec.encode(evidence), Evidence))
+        assert again == verdict
+        assert codec.decode(codec.encode(verdict), Verdict) == verdict
+
+
+def test_evaluation_is_pure(lab):
+    """Judging twice gives equal verdicts and leaves the evidence as it was."""
+    evidence = lab.evidence("B1")
+    before = codec.encode(evidence)
+    assert gates.evaluate(evidence) == gates.evaluate(evidence)
+    assert codec.encode(evidence) == before
+
+
+def test_an_unmeasured_experiment_says_why_at_gate_0(lab):
+    """NOT_MEASURED carries the problem's code and words; the other gates are BLOCKED."""
+    problem = Problem(code="too-few-memory-nodes", message="needs two memory NUMA nodes", status=Status.NOT_MEASURED)
+    verdict = gates.not_measured(lab.experiment("A1"), problem)
+    assert statuses(verdict) == ["NOT_MEASURED", *["BLOCKED"] * 4]
+    assert verdict.gates[0].reason == "too-few-memory-nodes"
+    assert "two memory NUMA nodes" in verdict.gates[0].observed
+    assert verdict.status is Status.NOT_MEASURED
+
+
+def test_empty_evidence_is_never_green(lab):
+    """No runs at all: NOT_MEASURED."""
+    assert gates.evaluate(replace(lab.evidence("B1"), runs=())).status is Status.NOT_MEASURED
+
+
+@pytest.mark.parametrize("change_of", ["alpha", "blocks", "aa_level"])
+def test_protocol_hash_covers_the_rules(lab, change_of):
+    """Whatever decides is in the hash; prose is not."""
+    chosen = lab.experiment("B1")
+    other = replace(chosen, **{change_of: 9 if change_of == "blocks" else 0.02})
+    one = gates.protocol_hash(chosen, 1, {})
+    assert one != gates.protocol_hash(other, 1, {})
+    assert one != gates.protocol_hash(chosen, 2, {})
+    assert one != gates.protocol_hash(chosen, 1, {"rows": 5})
+    assert one == gates.protocol_hash(replace(chosen, why="because", source="elsewhere"), 1, {})
+
+
+def test_drift_over_random_blocks_is_harmless(lab, change):
+    """A machine that slows down steadily changes neither arm against the other: the ladder passes and stays honest."""
+
+    def slower(run):
+        factor = np.exp(0.002 * run.index)
+        compute = replace(run.compute[0], main_ns=(int(run.compute[0].main_ns[0] * factor),))
+        return replace(run, compute=(compute,))
+
+    assert gates.evaluate(change(lab.evidence("B1"), slower)).status is Status.PASS

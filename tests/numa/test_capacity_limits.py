@@ -1,0 +1,146 @@
+"""Capacity is checked before anything is touched, against every limit, by number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_engram.errors import PlacementError, UsageError
+from pytest_engram.model import NumaNode, PlacementPlan, TablePlan, Topology
+from pytest_engram.numa import backing as backings
+from pytest_engram.numa import capacity
+from pytest_engram.numa.capacity import GIB, cgroup_free, check_capacity, default_reserve
+from pytest_engram.numa.populate import populate
+
+
+def topology(*free: int, reclaimable: int = 0, pool: int = 0) -> Topology:
+    nodes = (
+        NumaNode(
+            id=number, cpus=(number,), memory_bytes=256 * GIB, free_bytes=size, reclaimable_bytes=reclaimable,
+            distances={}, hugepages={2 << 20: (pool, pool)},
+        )
+        for number, size in enumerate(free)
+    )  # fmt: skip
+    return Topology(nodes=tuple(nodes), sockets={})
+
+
+def plan(*tables: TablePlan, backing: str = "memfd") -> PlacementPlan:
+    return PlacementPlan(policy="test", backing=backing, tables=tables)
+
+
+def one(mode: str, *nodes: int, weights: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)) -> TablePlan:
+    return TablePlan(ranks=ranks, mode=mode, nodes=nodes, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "limits", "said"),
+    [
+        (plan(one("bind", 1)), (100, 39), {}, "NUMA node 1 has, less its reserve, 40802189312"),
+        (plan(one("interleave", 0, 1)), (19, 100), {}, "NUMA node 0 has"),
+        (plan(one("weighted-interleave", 0, 1, weights=(3, 1))), (29, 100), {}, "NUMA node 0 has"),
+        (plan(one("bind", 0, ranks=(0,)), one("bind", 0, ranks=(1,))), (79, 100), {}, "need 85899345920 bytes"),
+        (plan(one("bind", 0), backing="anon-thp"), (79, 100), {}, "need 85899345920 bytes"),
+        (plan(one("default")), (20, 21), {}, "the allowed NUMA nodes have"),
+        (plan(one("bind", 0), backing="tmpfs"), (100, 100), {"shm": 39}, "/dev/shm has 41875931136"),
+        (plan(one("bind", 0)), (100, 100), {"cgroup": 39}, "the memory cgroup has 41875931136"),
+        (plan(one("bind", 0), backing="hugetlb"), (100, 100), {}, "the 2 MiB page pool of NUMA node 0 has 20971520"),
+    ],
+)
+def test_each_limit_is_named(asked: PlacementPlan, free: tuple[int, ...], limits: dict[str, int], said: str) -> None:
+    """K19, K31: a 40 GiB table that exceeds one limit is refused with both numbers."""
+    shm, cgroup = (limits[name] * GIB if name in limits else None for name in ("shm", "cgroup"))
+    where = topology(*(size * GIB for size in free), pool=10)
+    with pytest.raises(UsageError) as caught:
+        check_capacity(asked, 40 * GIB, where, shm, cgroup, reserve=GIB)
+    assert caught.value.code == "too-large"
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "limits"),
+    [
+        (plan(one("bind", 1)), (1, 41), (None, None)),
+        (plan(one("interleave", 0, 1)), (21, 21), (None, 40)),
+        (plan(one("weighted-interleave", 0, 1, weights=(3, 1))), (31, 11), (None, None)),
+        (plan(one("preferred", 0)), (5, 100), (None, None)),
+        (plan(one("bind", 0), backing="tmpfs"), (41, 1), (40, 40)),
+    ],
+)
+def test_what_fits_exactly_passes(
+    asked: PlacementPlan, free: tuple[int, ...], limits: tuple[int | None, int | None]
+) -> None:
+    """Negative control: the same table with just enough room everywhere is accepted."""
+    shm, cgroup = (limit * GIB if limit is not None else None for limit in limits)
+    check_capacity(asked, 40 * GIB, topology(*(size * GIB for size in free)), shm, cgroup, reserve=GIB)
+
+
+def test_reclaimable_memory_counts() -> None:
+    """Page cache that can be reclaimed is room; without it the same table is refused."""
+    check_capacity(plan(one("bind", 0)), 40 * GIB, topology(1 * GIB, reclaimable=40 * GIB), None, None, reserve=GIB)
+    with pytest.raises(UsageError):
+        check_capacity(plan(one("bind", 0)), 40 * GIB, topology(1 * GIB, reclaimable=39 * GIB), None, None, reserve=GIB)
+
+
+@pytest.mark.parametrize(
+    ("node", "table", "reserve"),
+    [
+        (256 * GIB, 94 * GIB, 256 * GIB // 20),
+        (8 * GIB, 4 * GIB, GIB),
+        (8 * GIB, 4096, 64 << 20),
+        (GIB, 64 << 20, 128 << 20),
+    ],
+)
+def test_the_reserve_scales_with_the_table(node: int, table: int, reserve: int) -> None:
+    """The default reserve is 1 GiB or 5 %, less for small tables, never under 64 MiB."""
+    assert default_reserve(node, table) == reserve
+
+
+def group(path: Path, **files: Any) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (path / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
+    """The least head-room on the way up counts, inactive file pages included; ``max`` is no limit."""
+    group(tmp_path / "a", memory__max=1000, memory__current=900, memory__stat="anon 1\ninactive_file 50")
+    group(tmp_path / "a/b", memory__max="max", memory__current=70, memory__stat="inactive_file 1")
+    group(tmp_path / "a/b/c", memory__max=500, memory__current=100, memory__stat="inactive_file 7")
+    assert cgroup_free(tmp_path, "0::/a/b/c\n") == 150
+    assert cgroup_free(tmp_path, "0::/a/b\n") == 150
+    assert cgroup_free(tmp_path, "0::/elsewhere\n") is None
+
+
+def test_cgroup_v1_has_its_own_names(tmp_path: Path) -> None:
+    """The v1 memory controller is read below its own mount; its huge number means no limit."""
+    names = {"memory__usage_in_bytes": 300, "memory__stat": "total_inactive_file 20"}
+    group(tmp_path / "memory/x", memory__limit_in_bytes=1000, **names)
+    assert cgroup_free(tmp_path, "5:cpu:/x\n4:memory:/x\n") == 720
+    group(tmp_path / "memory/x", memory__limit_in_bytes=9223372036854771712, **names)
+    assert cgroup_free(tmp_path, "4:memory:/x\n") is None
+
+
+def test_live_figures_are_plausible() -> None:
+    """This machine's own figures can be read."""
+    live = capacity.live_memory()
+    assert live.memory_nodes
+    assert all(node.available_bytes > 0 for node in live.memory_nodes)
+    assert (capacity.shm_free() or 0) > 0
+
+
+def test_a_full_tmpfs_is_an_error_not_sigbus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K31: if the room goes after the check, populating says where it ended and the process lives on."""
+    object_ = backings.BACKINGS["tmpfs"]((capacity.shm_free() or 0) + (1 << 30))
+    object_.create()
+    object_.map()
+    monkeypatch.setattr("pytest_engram.numa.populate.CHUNK_BYTES", object_.nbytes)
+    monkeypatch.setattr(backings._syscalls, "madvise", lambda *_: raise_(OSError(14, "madvise: EFAULT (Bad address)")))  # noqa: SLF001
+    with pytest.raises(PlacementError):
+        populate(object_, lambda *_: None, write=True, threads=1)
+    object_.close()
+
+
+def raise_(error: Exception) -> None:
+    raise error

@@ -1,0 +1,202 @@
+"""The audit asks the kernel by two routes, touches nothing, and notices every contradiction."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_engram.errors import PlacementError
+from pytest_engram.model import Moment, PageDistribution
+from pytest_engram.numa import _syscalls, pages
+from pytest_engram.numa.backing import BACKINGS, Backing
+
+SIZE = 64 * 4096
+
+
+@pytest.fixture
+def memfd() -> Iterator[Backing]:
+    backing = BACKINGS["memfd"](SIZE)
+    backing.create()
+    backing.map()
+    yield backing
+    backing.close()
+
+
+def audit(backing: Backing, *, offset: int = 0, nbytes: int = SIZE, identity: str | None = None) -> PageDistribution:
+    return pages.audit_range(
+        backing.address + offset, nbytes, rank=0, moment=Moment.LOADED, table=0, identity=identity or backing.identity
+    )
+
+
+def test_looking_touches_nothing(memfd: Backing) -> None:
+    """K27: an audit of untouched pages allocates none and says ENOENT, never node 0."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seen = audit(memfd)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert (seen.pages, seen.unplaced, seen.covered_bytes) == ({}, {"ENOENT": 64}, SIZE)
+    assert memfd.allocated_bytes == 0
+    assert pages.mapped_bytes(memfd.address, SIZE) == 0
+    assert faults < 64  # the interpreter's own; one per page would be 64 or more
+
+
+def test_partly_resident_tables_are_counted_exactly(memfd: Backing) -> None:
+    """Placed and unplaced pages add up to the table; PSS counts only the resident ones."""
+    for page in range(0, 20):
+        memfd.mapped[page * 4096] = 1
+    seen = audit(memfd)
+    assert (seen.pages, seen.unplaced, seen.covered_bytes) == ({0: 20}, {"ENOENT": 44}, SIZE)
+    assert seen.pss_bytes == 20 * 4096
+
+
+def test_pages_of_a_peer_are_not_seen_before_they_are_mapped(memfd: Backing) -> None:
+    """A second mapping sees none of the object's pages until it touches them itself."""
+    memfd.mapped[:] = b"\1" * SIZE
+    other = BACKINGS["memfd"](SIZE)
+    other.attach({"path": f"/proc/self/fd/{memfd._descriptor}", "identity": memfd.identity})  # noqa: SLF001
+    other.map()
+    assert audit(other).unplaced == {"ENOENT": 64}
+    _syscalls.madvise(other.address, SIZE, _syscalls.MADV_POPULATE_READ)
+    assert audit(other).pages == audit(memfd).pages == {0: 64}
+    other.close()
+
+
+def test_a_part_of_a_mapping_can_be_audited(memfd: Backing) -> None:
+    """An unaligned range inside a larger mapping is answered in whole pages, with both routes over the mapping."""
+    memfd.mapped[:] = b"\1" * SIZE
+    seen = audit(memfd, offset=4096 + 10, nbytes=4096)
+    assert (seen.pages, seen.covered_bytes) == ({0: 2}, 8192)
+
+
+def test_contradicting_routes_are_an_error(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted miscount in numa_maps is a route disagreement, whatever move_pages says."""
+    memfd.mapped[:] = b"\1" * SIZE
+    honest = pages.procfs.parse_numa_maps_line
+
+    def lie(line: str) -> Any:
+        return replace(honest(line), pages={0: 63, 1: 1})
+
+    monkeypatch.setattr(pages.procfs, "parse_numa_maps_line", lie)
+    with pytest.raises(PlacementError, match=r"\{0: 63, 1: 1\} pages per node and move_pages \{0: 64\}") as caught:
+        audit(memfd)
+    assert caught.value.code == "route-disagreement"
+
+
+def test_unanswered_pages_are_an_error(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K24: a kernel or sandbox that fills no status is caught by the impossible value put there before."""
+    monkeypatch.setattr(_syscalls, "_call", lambda *_: 0)
+    with pytest.raises(PlacementError, match="64 pages got no answer"):
+        audit(memfd)
+
+
+def test_missing_pages_in_the_answer_break_coverage(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K29: an answer that does not cover the table is no answer."""
+    monkeypatch.setattr(pages, "query_range", lambda *_, **__: ({0: 63}, {}))
+    with pytest.raises(PlacementError) as caught:
+        audit(memfd)
+    assert caught.value.code == "coverage"
+
+
+def test_another_object_or_a_hole_is_not_the_table(memfd: Backing) -> None:
+    """K30: a range is tied to its table by device and inode, and by address; both are checked."""
+    with pytest.raises(PlacementError, match=f"the range maps {memfd.identity}; expected 00:99:1"):
+        audit(memfd, identity="00:99:1")
+    with pytest.raises(PlacementError, match="nothing is mapped at 0x1000"):
+        pages.audit_range(4096, 4096, rank=0, moment=Moment.LOADED, table=0, identity="anon")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES])
+def test_a_forbidden_query_names_the_capability(memfd: Backing, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """K1: move_pages refused for our own pages is the sandbox's doing."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(_syscalls, "_call", refuse)
+    with pytest.raises(PlacementError, match="CAP_SYS_NICE / seccomp"):
+        audit(memfd)
+
+
+def test_another_users_process_is_named_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K6: without ptrace rights the audit says which right is missing."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become another user")
+    code = """
+import os
+from pytest_engram.numa import pages
+from pytest_engram.errors import PlacementError
+parent = os.getppid()
+os.setresuid(65534, 65534, 65534)
+try:
+    pages.mapped_vmas(4096, 4096, pid=parent)
+except PlacementError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert f"smaps of process {os.getpid()}: Permission denied" in said
+    assert "CAP_SYS_PTRACE" in said
+
+
+@pytest.mark.parametrize("numbers", [[0] * 5, [1, 0, 3, 1], [0, -2, 5, -14], [300, 1, 300], [255, 255, 256]])
+def test_fast_and_plain_counting_agree(numbers: list[int]) -> None:
+    """Counting by bytes equals counting one by one, with errors and with nodes above 255 too."""
+    status = struct.pack(f"{len(numbers)}i", *numbers)
+    assert pages._count_statuses(status) == collections.Counter(numbers)  # noqa: SLF001
+
+
+def test_chunks_add_up(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query in chunks that do not divide the table still counts every page once."""
+    memfd.mapped[:] = b"\1" * SIZE
+    monkeypatch.setattr(pages, "CHUNK_PAGES", 7)
+    assert audit(memfd).pages == {0: 64}
+
+
+def test_private_tables_do_not_merge_with_neighbours() -> None:
+    """Two private tables allocated in a row are two VMAs, so numa_maps speaks of each alone."""
+    tables = [BACKINGS["anon-thp"](1) for _ in range(3)]
+    for table in tables:
+        table.create()
+        table.map()
+    for table in tables:
+        (vma,) = pages.mapped_vmas(table.address, table.nbytes)
+        assert (vma.start, vma.end - vma.start) == (table.address, table.nbytes)
+        assert table.address % (2 << 20) == 0
+        table.close()
+
+
+def test_probe_proves_by_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K2, K5: the probe passes here, and a sandbox whose mbind does nothing is found out by the page's place."""
+    assert _syscalls.probe_mbind() is None
+    assert "EINVAL" in str(_syscalls.probe_mbind((1000,)))
+    monkeypatch.setattr(_syscalls, "mbind", lambda *_: None)
+    monkeypatch.setattr(_syscalls, "page_status", lambda *_: struct.pack("i", 0))
+    assert "a page bound to node 5 is answered with status 0" in str(_syscalls.probe_mbind((5,)))
+
+
+def test_node_masks_have_an_end() -> None:
+    """A node number beyond the mask is refused here, not silently dropped."""
+    with mmap.mmap(-1, 4096) as scratch, pytest.raises(OSError, match="beyond 1024 mask bits"):
+        _syscalls.mbind(_syscalls.address_of(scratch), 4096, _syscalls.MPOL_BIND, (1024,))
+
+
+def test_worker_policy_reads_what_is_in_force() -> None:
+    """A task policy set in this thread is what is reported, with its nodes."""
+    assert pages.worker_policy(3).task_policy == "default"
+    _syscalls.set_mempolicy(_syscalls.MPOL_BIND, (0,))
+    try:
+        seen = pages.worker_policy(3)
+    finally:
+        _syscalls.set_mempolicy(_syscalls.MPOL_DEFAULT, ())
+    assert (seen.rank, seen.task_policy, seen.task_nodes) == (3, "bind", (0,))
+    assert seen.mems_allowed
+    assert seen.cpus_allowed

@@ -1,0 +1,129 @@
+"""What each policy name means on each kind of machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_engram.errors import NotMeasurable, UsageError
+from pytest_engram.model import Gpu, NumaNode, TablePlan, Topology
+from pytest_engram.policies import POLICIES, resolve
+
+
+def node(number: int, *, cpus: tuple[int, ...] = (), memory: int = 64 << 30, gpu: bool = False) -> NumaNode:
+    return NumaNode(
+        id=number, cpus=cpus, memory_bytes=memory, free_bytes=memory, reclaimable_bytes=0, distances={}, gpu_memory=gpu
+    )
+
+
+def machine(*nodes: NumaNode, sockets: dict[int, tuple[int, ...]] | None = None, **fields: Any) -> Topology:
+    return Topology(nodes=nodes, sockets=sockets or {}, **fields)
+
+
+TWO = machine(
+    node(0, cpus=(0, 2)),
+    node(1, cpus=(1, 3)),
+    sockets={0: (0, 2), 1: (1, 3)},
+    gpus=(Gpu(pci="0000:41:00.0", numa_node=1), Gpu(pci="0000:81:00.0", numa_node=0)),
+)
+SNC = machine(*(node(number, cpus=(number,)) for number in range(4)), sockets={0: (0, 1), 1: (2, 3)})
+ODD = machine(
+    node(0, cpus=(0,)),
+    node(1, cpus=(1,), memory=0),
+    node(2),  # memory only: CXL or HBM
+    node(3, gpu=True),
+    node(4, cpus=(4,)),
+    sockets={0: (0, 1, 4)},
+    mems_allowed=(0, 1, 2, 3),
+)
+
+
+def table(ranks: tuple[int, ...], mode: str, *nodes: int, weights: tuple[int, ...] = ()) -> TablePlan:
+    return TablePlan(ranks=ranks, mode=mode, nodes=nodes, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "rank_nodes", "expected"),
+    [
+        ("default", TWO, None, [table((0, 1), "default")]),
+        ("bind:1", TWO, None, [table((0, 1), "bind", 1)]),
+        ("bind:2", ODD, None, [table((0, 1), "bind", 2)]),
+        ("preferred:0", TWO, None, [table((0, 1), "preferred", 0)]),
+        ("interleave", TWO, None, [table((0, 1), "interleave", 0, 1)]),
+        ("interleave:2,0", ODD, None, [table((0, 1), "interleave", 0, 2)]),
+        ("weighted-interleave:3,1", TWO, None, [table((0, 1), "weighted-interleave", 0, 1, weights=(3, 1))]),
+        ("weighted-interleave:1=2,0=5", TWO, None, [table((0, 1), "weighted-interleave", 0, 1, weights=(5, 2))]),
+        ("per-socket", TWO, None, [table((0,), "bind", 0), table((1,), "bind", 1)]),
+        ("per-socket", TWO, [1, 0], [table((1,), "bind", 0), table((0,), "bind", 1)]),
+        ("per-socket", TWO, [1, 1], [table((0, 1), "bind", 1)]),
+        ("per-socket", SNC, [0, 3], [table((0,), "interleave", 0, 1), table((1,), "interleave", 2, 3)]),
+        ("per-numa-node", SNC, [3, 0], [table((1,), "bind", 0), table((0,), "bind", 3)]),
+        ("per-numa-node", SNC, None, [table((0,), "bind", 0), table((1,), "bind", 2)]),
+        ("per-gpu-node", TWO, None, [table((1,), "bind", 0), table((0,), "bind", 1)]),
+        ("per-gpu-node", TWO, [0, 0], [table((0, 1), "bind", 0)]),
+        ("split", TWO, [0, 1], [table((0,), "bind", 0), table((1,), "bind", 1)]),
+    ],
+)
+def test_golden(text: str, topology: Topology, rank_nodes: list[int | None] | None, expected: list[TablePlan]) -> None:
+    """Each policy gives the golden tables; socket and NUMA node differ under sub-NUMA clustering (K11)."""
+    plan = resolve(text, topology, 2, backing="memfd", rank_nodes=rank_nodes)
+    assert (plan.policy, plan.backing, list(plan.tables)) == (text, "memfd", expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("nonsense", "unknown-policy", "weighted-interleave:W0,W1"),
+        ("bind", "bad-policy", "expected bind:N"),
+        ("bind:", "bad-policy", "expected bind:N"),
+        ("default:0", "bad-policy", "expected default"),
+        ("interleave:", "bad-policy", "interleave[:N,M]"),
+        ("bind:x", "bad-node", "'x' is no node number"),
+        ("bind:9", "absent-node", "NUMA node 9 does not exist"),
+        ("bind:1", "memoryless-node", "NUMA node 1 has no memory"),
+        ("bind:3", "gpu-memory-node", "NUMA node 3 is a GPU's own memory"),
+        ("preferred:4", "node-not-allowed", "NUMA node 4 is outside Mems_allowed_list"),
+        ("interleave:0,0", "bad-node", "a node is listed twice"),
+        ("weighted-interleave:1,2", "bad-weights", "2 weights for 1 nodes"),
+        ("weighted-interleave:0=1,2", "bad-weights", "NODE=WEIGHT"),
+        ("weighted-interleave:0=1,2=0", "bad-weights", "weights 1 to 255"),
+        ("weighted-interleave:0=1,0=2", "bad-weights", "each node once"),
+    ],
+)
+def test_mistakes_are_usage_errors(text: str, code: str, said: str) -> None:
+    """Each mistake names what was asked, and nodes that cannot hold a table list those that can (K9)."""
+    with pytest.raises(UsageError) as caught:
+        resolve(text, ODD, 2, backing="tmpfs")
+    assert caught.value.code == code
+    assert said in str(caught.value)
+    if "node" in code:
+        assert "memory nodes for this process: 0, 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "rank_nodes", "code"),
+    [
+        ("interleave", ODD, None, "one-memory-node"),
+        ("per-gpu-node", machine(node(0, cpus=(0,)), gpus=(Gpu(pci="a"), Gpu(pci="b"))), None, "unknown-rank-node"),
+        ("per-gpu-node", machine(node(0, cpus=(0,)), gpus=(Gpu(pci="a", numa_node=0),)), None, "too-few-gpus"),
+        ("per-socket", TWO, [0, None], "unknown-rank-node"),
+        ("per-numa-node", ODD, [0, 1], "unknown-rank-node"),
+        ("per-socket", machine(node(0)), None, "unknown-topology"),
+    ],
+)
+def test_what_the_machine_lacks_is_not_measurable(
+    text: str, topology: Topology, rank_nodes: list[int | None] | None, code: str
+) -> None:
+    """K7: an unknown GPU node stays unknown and makes per-* policies not measurable, never node 0."""
+    with pytest.raises(NotMeasurable) as caught:
+        resolve(text, topology, 2, backing="tmpfs", rank_nodes=rank_nodes)
+    assert caught.value.code == code
+
+
+def test_every_row_is_usable() -> None:
+    """Every policy of the registry resolves on a two-node machine when written as its usage says."""
+    arguments = {"bind": ":0", "preferred": ":1", "weighted-interleave": ":1,2"}
+    for name, row in POLICIES.items():
+        assert row.usage.startswith(name)
+        assert resolve(name + arguments.get(name, ""), TWO, 2, backing="tmpfs", rank_nodes=[0, 1]).tables

@@ -1,0 +1,144 @@
+"""Parsers of recorded /proc text in which every number differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_engram.errors import EngramError
+from pytest_engram.numa import procfs
+
+RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "procfs"
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / name).read_text()
+
+
+def test_numa_maps_of_two_nodes() -> None:
+    """Policies of one and of two words, nodes, huge pages and deleted names are read from a real two-node kernel."""
+    lines = [procfs.parse_numa_maps_line(line) for line in recorded("numa_maps-two-nodes.txt").splitlines()]
+    seen = {(line.policy, line.file): (line.pages, line.page_kb) for line in lines}
+    memfd, deleted = "/memfd:pytest-engram (deleted)", "(deleted)"
+    assert seen["weighted interleave:0-1", f"/dev/shm/#6 {deleted}"] == ({0: 384, 1: 128}, 4)
+    assert seen["bind:1", memfd] == ({1: 2}, 2048)
+    assert seen["prefer:0", memfd] == ({0: 772}, 4)
+    assert seen["default", f"/dev/shm/#3 {deleted}"] == ({0: 771}, 4)
+    assert seen["bind:1", None] == ({1: 1024}, 4)
+    assert seen["interleave:0-1", memfd] == ({0: 385, 1: 384}, 4)
+    huge = next(line for line in lines if line.page_kb == 2048)
+    assert (huge.start, huge.flags, huge.counts, huge.page_bytes) == (0x7FFFEBC00000, {"huge"}, {"dirty": 2}, 2 << 20)
+    heap = lines[0]
+    assert (heap.flags, heap.counts) == ({"heap"}, {"anon": 2498, "dirty": 2498, "active": 0})
+
+
+def test_numa_maps_without_pages_or_with_several_preferred_nodes() -> None:
+    """A VMA without resident pages has no page size; ``prefer (many)`` is one policy."""
+    empty = procfs.parse_numa_maps_line("7f0000000000 prefer (many):0,2 file=/a\\040b\\011c")
+    assert (empty.policy, empty.file, empty.pages, empty.page_bytes) == ("prefer (many):0,2", "/a b\tc", {}, None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "zz default",
+        "7f00",
+        "7f00 default surprise=1",
+        "7f00 default N0=x",
+        "7f00 default N=1",
+        "7f00 default novel",
+    ],
+)
+def test_unknown_numa_maps_text_is_quoted(line: str) -> None:
+    """A line with a word that is not understood is an error that quotes it."""
+    with pytest.raises(EngramError) as caught:
+        procfs.parse_numa_maps_line(line)
+    assert repr(line) in str(caught.value)
+
+
+def test_smaps_of_two_nodes() -> None:
+    """Headers, sizes, flags and identities of a recorded process."""
+    vmas = {vma.start: vma for vma in procfs.parse_smaps(recorded("smaps-two-nodes.txt"))}
+    hugetlb, tmpfs = vmas[0x7FFFEBC00000], vmas[0x7FFFF1C00000]
+    private, stack = vmas[0x7FFFF0A00000], vmas[0x7FFFFFFDE000]
+    assert (hugetlb.identity, hugetlb.kb["Private_Hugetlb"], hugetlb.kb["Rss"]) == ("00:11:1341", 4096, 0)
+    assert "ht" in hugetlb.vm_flags
+    assert (tmpfs.identity, tmpfs.path, tmpfs.kb["Rss"]) == ("00:1c:2", "/dev/shm/#2 (deleted)", 3072)
+    assert (private.identity, private.path, private.kb["AnonHugePages"]) == ("anon", "", 4096)
+    assert stack.path == "[stack]"
+
+
+def test_smaps_fields_are_not_mixed_up() -> None:
+    """In a block whose numbers all differ every field keeps its own."""
+    (vma,) = procfs.parse_smaps(recorded("smaps-distinct.txt"))
+    assert len(set(vma.kb.values())) == len(vma.kb) == 24
+    assert (vma.kb["Rss"], vma.kb["Pss"], vma.kb["ShmemPmdMapped"], vma.kb["FilePmdMapped"]) == (
+        3084,
+        1028,
+        6144,
+        10240,
+    )
+    assert (vma.end - vma.start, vma.offset, vma.permissions) == (0x304000 - 0x1000, 0x3000, "rw-s")
+    assert vma.path == "/dev/shm/a table (deleted)"
+
+
+@pytest.mark.parametrize("text", ["Rss: 4 kB\n", "1000-2000 rw-p 00000000 00:00 0 \nRss: four kB\n"])
+def test_unknown_smaps_text_is_quoted(text: str) -> None:
+    """A field before any header, or a value that is no number, is an error that quotes the line."""
+    with pytest.raises(EngramError, match="smaps line not understood: 'Rss: "):
+        procfs.parse_smaps(text)
+
+
+def test_status_and_meminfo() -> None:
+    """Allowed lists and memory figures of a recorded guest."""
+    status = procfs.parse_status(recorded("status.txt"))
+    assert (status["Cpus_allowed_list"], status["Mems_allowed_list"]) == ("0-1", "0-1")
+    node, machine = (procfs.parse_meminfo(recorded(name)) for name in ("node1-meminfo.txt", "meminfo.txt"))
+    assert (node["MemTotal"], node["MemFree"], node["Inactive(file)"], node["HugePages_Free"]) == (
+        1479344, 1361440, 7832, 6,
+    )  # fmt: skip
+    assert machine["MemTotal"] == 2987936
+    with pytest.raises(EngramError, match="'MemTotal: lots'"):
+        procfs.parse_meminfo("MemTotal: lots\n")
+    with pytest.raises(EngramError, match="'no colon'"):
+        procfs.parse_status("no colon\n")
+
+
+def test_the_last_mount_hides_earlier_ones() -> None:
+    """The mount of a path is the longest point's last line; flags, sizes and policies are kept."""
+    mounts = procfs.parse_mounts(recorded("mounts.txt"))
+    shm = procfs.mount_of("/dev/shm", mounts)
+    assert shm is not None
+    assert (shm.device, shm.kind) == ("shm", "tmpfs")
+    assert {name: shm.options[name] for name in ("size", "huge", "mpol", "rw")} == {
+        "size": "65537k", "huge": "within_size", "mpol": "interleave:0-1", "rw": "",
+    }  # fmt: skip
+    spaced, root = procfs.mount_of("/mnt/with space/x", mounts), procfs.mount_of("/mnt/with", mounts)
+    assert (spaced and spaced.kind, root and root.kind) == ("ext4", "overlay")
+    with pytest.raises(EngramError, match="'too few words'"):
+        procfs.parse_mounts("too few words\n")
+    assert procfs.mount_of("/x", ()) is None
+
+
+@given(st.frozensets(st.integers(0, 300)))
+def test_lists_round_trip(numbers: frozenset[int]) -> None:
+    """Any set of CPUs written in the kernel's list format is read back."""
+    ordered, runs = sorted(numbers), []
+    for number in ordered:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    assert procfs.parse_list(text + "\n") == tuple(ordered)
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "0-3-5", "1;2"])
+def test_bad_lists_are_quoted(text: str) -> None:
+    """Text that is no list is quoted."""
+    with pytest.raises(EngramError, match="CPU or node list not understood"):
+        procfs.parse_list(text)

@@ -1,0 +1,162 @@
+"""Worlds of rank processes and their group: collectives, deadlines, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_engram.errors import EngramError, PeerError, UsageError
+from pytest_engram.numa.group import Channel, LocalGroup, SoloGroup
+from pytest_engram.numa.world import RankSpec, load_entry, run_world
+
+ENTRIES = Path(__file__).with_name("entries.py")
+
+
+def test_collectives_events_affinity_and_environment() -> None:
+    """Results come by rank; broadcast is rank 0's; each rank runs on its CPUs with its own environment."""
+    events: list[Any] = []
+    cpus = sorted(os.sched_getaffinity(0))
+    specs = [RankSpec(cpus=(cpus[rank % len(cpus)],), env={"TEST": f"rank {rank}"}) for rank in range(3)]
+    results = run_world(f"{ENTRIES}:echo", {"x": 1}, specs, deadline_s=20, on_event=lambda *event: events.append(event))
+    assert results == [
+        [[0, 10, 20], {"x": 1}, [cpus[rank % len(cpus)]], f"rank {rank}"] for rank in range(3)
+    ]  # fmt: skip
+    assert sorted(events) == [(rank, ["event", rank]) for rank in range(3)]
+
+
+def test_entries_by_module_name() -> None:
+    """An entry is a module's or a file's function."""
+    assert load_entry("os.path:join") is os.path.join
+    assert load_entry(f"{ENTRIES}:echo").__name__ == "echo"
+    with pytest.raises(AttributeError):
+        load_entry("os.path:nothing")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "rank 1, step 'start': ValueError: planted"),
+        ("exit", "rank 1, step 'start': it exited with status 3 before its result"),
+    ],
+)
+def test_a_lost_rank_interrupts_the_others(world: Any, how: str, text: str, *, busy: bool) -> None:
+    """A rank that raises or exits is named to ranks that wait and to ranks that are at work, with one text."""
+    with pytest.raises(PeerError) as caught:
+        world("fail", ranks=3, how=how, busy=busy)
+    assert str(caught.value) == text
+    assert world.told == {0: text, 2: text}
+    assert world.survivors == []
+
+
+def test_a_rank_that_skips_a_collective_is_an_error(world: Any) -> None:
+    """Ranks that do not meet at the same step are told so, at once and not by the deadline."""
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match="rank 0 is at end, rank 1 is at the end") as caught:
+        world("fail", how="skip", busy=False)
+    assert caught.value.code == "ranks-do-not-meet"
+    assert time.monotonic() - begin < 5
+
+
+def test_a_silent_rank_meets_the_deadline(world: Any) -> None:
+    """A rank that sleeps is named although the others never wait in a collective."""
+    with pytest.raises(PeerError, match="rank 1 .step 'start'.: nothing was heard for 1.5 s; expected") as caught:
+        world("fail", how="sleep", busy=True, deadline_s=1.5)
+    assert world.told == {0: str(caught.value)}
+
+
+def test_the_deadline_covers_silence_not_work(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work with check() between its pieces outlives the deadline; nobody is blamed."""
+    monkeypatch.setattr(LocalGroup, "__init__", LocalGroup.__init__)
+    assert min(world("patient", seconds=2.5, deadline_s=1.5)) >= 2.0
+
+
+@pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_do_not_outlive_the_launcher(tmp_path: Path, deed: int) -> None:
+    """Whether the launcher is killed or interrupted, its ranks are gone a moment later."""
+    code = f"""
+from pytest_engram.numa.world import RankSpec, run_world
+def note(rank, event): print(event["pid"], flush=True)
+payload = {{"how": "sleep", "busy": False, "folder": {str(tmp_path)!r}}}
+run_world({f"{ENTRIES}:fail"!r}, payload, [RankSpec()] * 2, deadline_s=60, on_event=note)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ENTRIES.parents[2])}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+    ) as launcher:
+        assert launcher.stdout
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(deed)
+        launcher.wait(10)
+        end = time.monotonic() + 5
+        while time.monotonic() < end and any(alive(pid) for pid in pids):
+            time.sleep(0.02)
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    """A zombie that nobody reaped yet has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_event_handler_that_raises_ends_the_world(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the launcher's own callback is raised as it is, and the ranks are ended."""
+
+    def refuse(rank: int, event: Any) -> None:
+        world.events.append((rank, event))
+        raise UsageError("planted")
+
+    monkeypatch.setattr(world, "_note", refuse)
+    with pytest.raises(UsageError, match="planted"):
+        world("fail", how="sleep", busy=True)
+    assert world.survivors == []
+
+
+def test_a_rank_notices_that_the_launcher_is_gone() -> None:
+    """EOF from the hub fails the next check and every collective."""
+    ours, theirs = socket.socketpair()
+    group = LocalGroup(Channel(theirs), 0, 2)
+    ours.close()
+    with pytest.raises(PeerError, match="the launcher is gone"):
+        group.barrier(step="lonely")
+    with pytest.raises(EngramError, match="the launcher is gone"):
+        group.check()
+
+
+def test_frames_survive_any_split() -> None:
+    """A frame that arrives byte by byte is the same frame; NaN never leaves."""
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours), Channel(theirs)
+    sender.send({"text": "ü", "n": [1, None]})
+    data = theirs.recv(1000)
+    for start in range(len(data)):
+        ours.send(data[start : start + 1])
+        frames = receiver.poll()
+        assert frames == ([{"text": "ü", "n": [1, None]}] if start == len(data) - 1 else [])
+    with pytest.raises(ValueError, match="JSON compliant"):
+        sender.send({"x": float("nan")})
+    sender.close()
+    assert receiver.poll() is None
+    receiver.close()
+
+
+def test_solo_group_is_a_world_of_one() -> None:
+    """In-process use needs no launcher; events go to the given callback."""
+    events: list[Any] = []
+    group = SoloGroup(events.append)
+    group.barrier(step="x")
+    group.check()
+    group.emit("hello")
+    assert (group.broadcast(5, step="x"), group.all_gather(6, step="x"), events) == (5, [6], ["hello"])

@@ -1,0 +1,185 @@
+"""The check set as a whole: the reference passes it, absences are no passes, real tables and engines are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_engram.backends.protocol import Launch, TableShard
+from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
+from pytest_engram.checks import CASES, check, check_engine, check_table, compact_cases, explain
+from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids, head_shard, synthetic_token_map
+from pytest_engram.rows import lookup_rows, synthetic_rows
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+class TinyScale(ReferenceBackend):
+    """Scale byte 0 is 2^-127, as the e8m0 format says."""
+
+    def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
+        launch = super().lookup(shard, ids, out, cap=cap)
+        out[(shard.scales[:, 0] == 0)[ids[:, 0].clip(0, len(shard.scales) - 1)]] |= 1
+        return launch
+
+
+def _planted(**methods: Any) -> ReferenceBackend:
+    """The reference with some methods of its hasher replaced."""
+    backend = ReferenceBackend()
+    backend.hasher = type("Planted", (ReferenceHasher,), methods)  # type: ignore[method-assign]
+    return backend
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_the_reference_passes(case: Any, seed: int) -> None:
+    """The reference backend passes every case for several seeds, and every case says what it asserts."""
+    sample = check(ReferenceBackend(), case, seed=seed)
+    assert (sample.passed, sample.supported, sample.detail) == (True, True, "")
+    assert case.run.__doc__
+
+
+def test_case_names_are_unique_and_gate_0_is_compact() -> None:
+    """Names are unique; the compact cases cover padding, DEAD_ID, chunk boundary, prefix hit and rollback."""
+    assert len(BY_NAME) == len(CASES)
+    compact = {case.name for case in compact_cases()}
+    assert compact >= {"dead-blocks-deeper", "window-order", "prefix-hit", "rollback", "bounds", "padded-heads"}
+    assert compact < set(BY_NAME)
+
+
+def test_a_missing_capability_is_not_a_pass() -> None:
+    """A case whose capability the backend lacks is not supported, and not passed."""
+    backend = ReferenceBackend()
+    backend.capabilities = frozenset({"hash"})
+    sample = check(backend, BY_NAME["bounds"])
+    assert (sample.passed, sample.supported) == (False, False)
+    assert "lookup" in sample.detail
+
+
+def test_a_backend_error_is_a_failed_sample() -> None:
+    """An exception of the backend becomes a failed sample with its text."""
+    sample = check(_planted(__call__=lambda *_: 1 / 0), BY_NAME["ngrams"])
+    assert (sample.passed, sample.supported) == (False, True)
+    assert sample.detail == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("key", ["scale-byte-0", "L2"])
+def test_a_declared_difference_is_shown_and_no_pass(key: str) -> None:
+    """A declared difference, by case or contract number, is not supported instead of failed, with what was seen."""
+    backend = TinyScale()
+    backend.differences = {key: "scale byte 0 is 2^-127 as in the e8m0 format"}
+    sample = check(backend, BY_NAME["scale-byte-0"])
+    assert (sample.passed, sample.supported) == (False, False)
+    assert "as in the e8m0 format" in sample.detail
+    assert sample.seen is not None
+    assert not check(backend, BY_NAME["bounds"]).detail
+
+
+def test_a_declared_difference_that_does_not_show_passes() -> None:
+    """A declared difference that is not there passes and says so."""
+    backend = ReferenceBackend()
+    backend.differences = {"L3": "none really"}
+    sample = check(backend, BY_NAME["bounds"])
+    assert sample.passed
+    assert "did not show" in sample.detail
+
+
+def test_a_hasher_without_dummy_is_not_supported() -> None:
+    """H17: a hasher that offers no dummy batch is reported as not supported."""
+    sample = check(_planted(dummy=None), BY_NAME["dummy-batch"])
+    assert (sample.passed, sample.supported) == (False, False)
+
+
+def test_explain_names_token_head_layer_expected_and_seen() -> None:
+    """A failing sample reads: contract line, token, head, layer, expected, seen."""
+    honest = ReferenceHasher.__call__
+    sample = check(
+        _planted(__call__=lambda self, batch: honest(self, batch) + (np.arange(24, dtype=np.int32) == 5)),
+        BY_NAME["ngrams"],
+    )
+    assert explain(sample).startswith(f"H5 ngrams: token 0, head 5, layer 1; expected {sample.expected}, seen ")
+    assert int(str(sample.seen)) == int(str(sample.expected)) + 1
+
+
+LAYOUT = EngramLayout.for_rows(10_000)
+MAP = synthetic_token_map()
+
+
+def _tables(seed: int = 3) -> list[TableShard]:
+    contents = [synthetic_rows(0, rows, 256, layer=i, seed=seed) for i, rows in enumerate(LAYOUT.num_embeddings)]
+    return [
+        TableShard(weight, scales, 0, LAYOUT.rows(i), 0, LAYOUT.columns, LAYOUT.columns)
+        for i, (weight, scales) in enumerate(contents)
+    ]
+
+
+def test_check_table_passes_on_the_right_table() -> None:
+    """L1, L3: rows of the actual tables equal the synthetic rows for sampled ids, edges and DEAD_ID."""
+    samples = check_table(ReferenceBackend(), _tables(), LAYOUT, MAP, seed=3)
+    assert [sample.case for sample in samples] == ["table-ids", "table-rows", "table-rows"]
+    assert all(sample.passed for sample in samples)
+
+
+def test_check_table_sees_one_wrong_byte() -> None:
+    """L1: one wrong byte in the first row of a head of layer 14 fails that layer's sample only."""
+    shards = _tables()
+    shards[1].weight[int(LAYOUT.offsets[1, 5]), 17] ^= 1
+    samples = check_table(ReferenceBackend(), shards, LAYOUT, MAP, seed=3)
+    assert [sample.passed for sample in samples] == [True, True, False]
+    assert (samples[2].head, samples[2].layer) == (5, 14)
+
+
+def test_check_table_sees_a_table_of_another_seed() -> None:
+    """A stale table, loaded with another seed, fails for every layer."""
+    samples = check_table(ReferenceBackend(), _tables(seed=4), LAYOUT, MAP, seed=3)
+    assert [sample.passed for sample in samples] == [True, False, False]
+
+
+def test_check_table_of_a_head_shard() -> None:
+    """L4: a head shard's own rows are judged, zeros elsewhere."""
+    whole = _tables()
+    shards = []
+    for index, table in enumerate(whole):
+        part = head_shard(LAYOUT.primes[index], 5, 4)
+        shards.append(
+            TableShard(table.weight[part.start : part.end], table.scales[part.start : part.end], part.start, part.end,
+                       part.head_start, part.local_heads, LAYOUT.columns)
+        )  # fmt: skip
+    assert all(sample.passed for sample in check_table(ReferenceBackend(), shards, LAYOUT, MAP, seed=3))
+
+
+class Engine:
+    """The least engine: ids and staged rows through the reference, with an optional fault on the rows."""
+
+    def __init__(self, fault: Callable[[Any], Any] = lambda rows: rows) -> None:
+        self.fault, self.shards = fault, _tables()
+
+    def rows(self, batch: HashBatch, _: Any) -> tuple[Any, Any]:
+        ids = hash_ids(LAYOUT, batch, MAP)
+        rows = np.empty((*ids.shape, 256), np.uint16)
+        for layer, shard in enumerate(self.shards):
+            out = np.empty((len(ids), LAYOUT.columns, 256), np.uint16)
+            lookup_rows(shard, ids[:, layer], out)
+            rows[:, layer] = out
+        return ids, self.fault(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 24, 64])
+def test_check_engine_passes_on_an_honest_engine(tokens: int) -> None:
+    """L1: an engine's staged rows equal the oracle's, for the batch and for its edge cases."""
+    batch = HashBatch.sequence(np.arange(tokens))
+    samples = check_engine(Engine(), batch, None, LAYOUT, MAP, 3)
+    assert [(sample.case, sample.passed) for sample in samples] == [("engine", True), ("engine-edges", True)]
+
+
+def test_check_engine_sees_stale_rows() -> None:
+    """Rows of the previous step in the staging buffer fail both samples."""
+    samples = check_engine(
+        Engine(lambda rows: np.roll(rows, 1, axis=0)), HashBatch.sequence(range(9)), None, LAYOUT, MAP, 3
+    )
+    assert [sample.passed for sample in samples] == [False, False]
+    assert samples[0].layer == 1
