@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pytest_engram.errors import UsageError
 from pytest_engram.layout import EngramLayout
@@ -10,8 +11,7 @@ from pytest_engram.layout import EngramLayout
 TILE_ROWS = 16  # rows per program and pass of the lookup kernel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchShape(NamedTuple):
     """Rows (token × local head), tiles of 16 rows and programs of one lookup."""
 
     rows: int
@@ -35,13 +35,13 @@ class ByteLedger:
     gate: int | None = None
 
 
-def launch(tokens: int, local_heads: int, cap: int | None = None) -> Launch:
+def launch(tokens: int, local_heads: int, cap: int | None = None) -> LaunchShape:
     """tiles = ceil(rows / 16); grid = min(tiles, cap).  An empty batch launches nothing."""
     if cap is not None and cap < 1:
         raise UsageError(f"cap {cap}", code="bad-cap", who="lookup", expected="at least 1 program")
     rows = tokens * local_heads
     tiles = -(-rows // TILE_ROWS)
-    return Launch(rows=rows, tiles=tiles, grid=tiles if cap is None else min(tiles, cap))
+    return LaunchShape(rows, tiles, tiles if cap is None else min(tiles, cap))
 
 
 def background_cap(multiprocessors: int) -> int:

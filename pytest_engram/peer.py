@@ -165,7 +165,11 @@ class Peer:
             return ()
         self.group.barrier(step="serving")
         load = make_load(plan, self.plan.seed + self.group.rank, VOCABULARY)
-        return (serve(engine, load, plan, settings, rank=self.group.rank),)
+        engine.hold = False  # a served step starts at once; a measured one when it is fully enqueued
+        try:
+            return (serve(engine, load, plan, settings, rank=self.group.rank),)
+        finally:
+            engine.hold = True
 
     def _audits(self) -> tuple[PageDistribution, ...]:
         """The audits since the last run; those of registration and load stand in the first run of their world."""

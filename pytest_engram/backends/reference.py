@@ -11,6 +11,7 @@ import numpy as np
 
 from pytest_engram import ledger
 from pytest_engram.backends.protocol import Launch, TableShard
+from pytest_engram.errors import UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids
 from pytest_engram.rows import gated_residual, lookup_rows
 
@@ -46,8 +47,7 @@ class ReferenceBackend:
             table: Any = shard
             return Launch(*lookup(table, ids, out, cap=cap))
         lookup_rows(shard, ids, out)
-        made = ledger.launch(len(ids), shard.local_heads, cap)
-        return Launch(made.rows, made.tiles, made.grid)
+        return Launch(*ledger.launch(len(ids), shard.local_heads, cap))
 
     def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
         """See the protocol; numpy and torch arrays alike."""
@@ -64,7 +64,7 @@ class ReferenceHasher:
     def __call__(self, batch: HashBatch) -> Any:
         """Hash ids int32 [T, L, H]."""
         if self._slot_cache and self._cache is None:
-            self.bind(1)
+            raise UsageError("the slot cache is not bound", code="unbound-slots", way_out="call bind(num_slots) first")
         return hash_ids(self._layout, batch, self._token_map, self._cache)
 
     def bind(self, num_slots: int) -> None:

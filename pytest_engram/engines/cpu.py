@@ -5,7 +5,9 @@ numpy releases the GIL in matmul and take, so a lookup that is submitted early r
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -19,15 +21,17 @@ from pytest_engram.engines.prefetch import (
     bind_threads,
     clock_resolution,
     cpu_clocks,
-    other_threads,
+    foreign_threads,
 )
 from pytest_engram.engines.protocol import EngineSetup, StepResult, StepSettings
-from pytest_engram.engines.tables import full_shards
+from pytest_engram.engines.tables import consumers, full_shards
 from pytest_engram.errors import EngramError, UsageError
 from pytest_engram.hashing import HashBatch
-from pytest_engram.model import LookupMark, Span, Timeline
+from pytest_engram.model import Span, Timeline
 
 _SWITCH_INTERVAL_S = 5e-4  # the default 5 ms would let a thread that runs Python delay the other's wake-up by a step
+
+_IMPOSSIBLE = 0x7FFF  # a NaN that no lookup writes: a row that was not staged cannot pass for one that was
 
 
 class CpuEngine:
@@ -37,13 +41,15 @@ class CpuEngine:
     """
 
     name = "cpu"
+    hold = False  # a CPU step has nothing to enqueue
 
     def __init__(self, setup: EngineSetup, *, deadline_s: float = 60.0) -> None:
         self._setup, self._deadline_s, self._stuck = setup, deadline_s, False
         layout, workload = setup.layout, setup.workload
-        self._consumers = _consumers(setup)
+        self._consumers = consumers(setup)
         main, worker = self.split_cpus(setup.cpus)
-        self.notes = ("the lookup worker shares its only CPU with the main compute",) if main == worker else ()
+        limited = self.threads_env(setup.cpus).items() <= os.environ.items()
+        self.notes = _notes(shared=main == worker, limited=limited)
         self._hasher = setup.backend.hasher(layout, setup.token_map, slot_cache=False)
         self._shards = full_shards(setup.tables, layout)
         shape = (len(setup.tables), setup.max_tokens, layout.columns, layout.head_dim)
@@ -51,7 +57,8 @@ class CpuEngine:
         self._dense = Dense(layout, workload, setup.max_tokens, setup.seed)
         self.resolution_ns = clock_resolution()
         self._switch_interval = sys.getswitchinterval()
-        self._affinity = bind_threads(other_threads(), main)
+        # Two BLAS threads that spin on one CPU are slower than none: without its limit the pool stays unbound.
+        self._affinity = bind_threads([threading.get_native_id(), *(foreign_threads() if limited else ())], main)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._queue: PrefetchQueue | None = PrefetchQueue(worker)
 
@@ -86,6 +93,7 @@ class CpuEngine:
         begin = time.perf_counter_ns()
         _, tickets = self._prepare(batch, settings)
         hash_ready = trace.now()
+        self._submit_early(tickets, settings)
         with np.errstate(all="ignore"):  # a wrong row may overflow: the oracle's verdict, not a warning's
             output = self._forward(batch, tickets, settings, trace)
         end = time.perf_counter_ns()
@@ -94,7 +102,7 @@ class CpuEngine:
             timeline = Timeline(
                 rank=self._setup.rank, step=index, begin=begin, end=end, tokens=len(output),
                 lookups=tuple(
-                    _mark(layer, hash_ready, ticket, wait)
+                    ticket.mark(layer, hash_ready, wait)
                     for (layer, ticket), wait in zip(tickets.items(), trace.waits, strict=True)
                 ),
                 spans=tuple(trace.spans),
@@ -104,8 +112,10 @@ class CpuEngine:
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
         """See :class:`~pytest_engram.engines.protocol.Engine`; the same queue and the same staging as a step."""
         ids, tickets = self._prepare(batch, settings)
+        self._staging[:, : len(ids)] = _IMPOSSIBLE
+        self._submit_early(tickets, settings)
         for layer, ticket in tickets.items():
-            self._consume(layer, ticket, tickets, settings)
+            self._consume(layer, ticket, settings)
         return ids, np.stack([self._staging[i, : len(ids)] for i in range(len(tickets))], axis=1)
 
     def drift(self) -> dict[str, float]:
@@ -136,16 +146,18 @@ class CpuEngine:
             )
             for layer, i in self._consumers.items()
         }  # fmt: skip
+        return ids, tickets
+
+    def _submit_early(self, tickets: dict[int, Ticket], settings: StepSettings) -> None:
         if settings.submission == "early":
             for ticket in tickets.values():
                 self._fifo.submit(ticket)
-        return ids, tickets
 
     def _forward(self, batch: HashBatch, tickets: dict[int, Ticket], settings: StepSettings, trace: _Trace) -> Any:
         hidden = self._dense.embed(batch.token_ids)
         for layer in range(self._setup.workload.layers):
             if layer in tickets:
-                wait = self._consume(layer, tickets[layer], tickets, settings)
+                wait = self._consume(layer, tickets[layer], settings)
                 trace.add_wait(*wait)
                 hidden = self._engram(hidden, layer, batch, trace)
             start = trace.now()
@@ -162,27 +174,24 @@ class CpuEngine:
         trace.add_span("gate", layer, start)
         return hidden
 
-    def _consume(
-        self, layer: int, ticket: Ticket, tickets: dict[int, Ticket], settings: StepSettings
-    ) -> tuple[int, int]:
-        """Wait for this layer's own lookup; (before, after) in ns."""
+    def _consume(self, layer: int, ticket: Ticket, settings: StepSettings) -> tuple[int, int]:
+        """Wait for this layer's own lookup; (before, after) in ns.
+
+        After a failure nothing need be drained: the queue is serial, so what is left runs before the next step's.
+        """
         if settings.submission != "early":
             self._fifo.submit(ticket)
         before = time.perf_counter_ns()
         ended = ticket.wait(self._deadline_s)
         after = time.perf_counter_ns()
         if not ended or ticket.launch is None:
-            self._abandon(tickets, ended=ended)
+            self._stuck = not ended
             seen = str(ticket.error or "the backend returned no Launch") if ended else f"no end in {self._deadline_s} s"
             raise EngramError(
                 seen, code="lookup-failed", who=f"rank {self._setup.rank}", where=f"lookup of layer {layer}",
                 expected="rows in the staging buffer",
             ) from ticket.error  # fmt: skip
         return before, after
-
-    def _abandon(self, tickets: dict[int, Ticket], *, ended: bool) -> None:
-        """No lookup of a failed step may still write to the staging buffers when the next one begins."""
-        self._stuck = not ended or not all(t.wait(self._deadline_s) for t in tickets.values() if t.submit)
 
     def _check(self, tokens: int, settings: StepSettings) -> None:
         if self._stuck:
@@ -228,22 +237,10 @@ class _Trace:
         return end
 
 
-def _mark(layer: int, hash_ready: int, ticket: Ticket, wait: tuple[int, int]) -> LookupMark:
-    launch = ticket.launch
-    assert launch is not None  # noqa: S101 - its consumer would have raised
-    return LookupMark(
-        layer=layer, hash_ready=hash_ready, submit=ticket.submit, start=ticket.start, done=ticket.done,
-        wait_before=wait[0], wait_after=wait[1],
-        rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
-    )  # fmt: skip
-
-
-def _consumers(setup: EngineSetup) -> dict[int, int]:
-    """Layer of the main chain -> index of its table, in the order of the layers."""
-    layers = setup.workload.engram_layers
-    if len(layers) != len(setup.tables) or sorted(set(layers)) != list(layers) or layers[-1] >= setup.workload.layers:
-        raise UsageError(
-            f"Engram layers {layers} with {len(setup.tables)} tables and {setup.workload.layers} layers",
-            code="bad-layers", who="cpu engine", expected="one rising layer number per table, below the layer count",
-        )  # fmt: skip
-    return {layer: index for index, layer in enumerate(layers)}
+def _notes(*, shared: bool, limited: bool) -> tuple[str, ...]:
+    """What a reader of this engine's timings must know."""
+    notes = {
+        "the lookup worker shares its only CPU with the main compute": shared,
+        "BLAS was not limited by threads_env before numpy's import: rows are right, timings are not": not limited,
+    }
+    return tuple(note for note, applies in notes.items() if applies)

@@ -251,13 +251,15 @@ def _tables(setup: EngineSetup) -> dict[int, int]:
 
 def _gpu_state(platform: Platform) -> dict[str, float]:
     """What the management library says of this GPU, matched by UUID; empty where it is missing."""
-    try:
-        from pytest_engram.gpu.nvml import Nvml  # noqa: PLC0415
-
-        library = Nvml()
-        uuid = f"GPU-{platform.cuda.get_device_properties(platform.device).uuid}"
-        pci = next((pci for pci, answer in library.memory_affinity().items() if answer.uuid == uuid), "")
-    except (NotMeasurable, AttributeError):
+    if platform.device.type != "cuda":
         return {}
+    from pytest_engram.gpu.nvml import Nvml  # noqa: PLC0415
+
+    try:
+        library = Nvml()
+    except NotMeasurable:
+        return {}
+    uuid = f"GPU-{platform.cuda.get_device_properties(platform.device).uuid}"
+    pci = next((pci for pci, answer in library.memory_affinity().items() if answer.uuid == uuid), "")
     known = {"sm_mhz": library.sm_clocks().get(pci), "throttle_reasons": library.throttle_reasons().get(pci)}
     return {name: float(value) for name, value in known.items() if value is not None}

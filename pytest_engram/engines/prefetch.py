@@ -12,8 +12,7 @@ from itertools import pairwise
 
 from pytest_engram.backends.protocol import Launch
 from pytest_engram.errors import PlacementError
-
-_NAME = "engram-prefetch"
+from pytest_engram.model import LookupMark
 
 
 class Ticket:
@@ -45,13 +44,22 @@ class Ticket:
         self._finished.release()  # a finished ticket stays finished
         return True
 
+    def mark(self, layer: int, hash_ready: int, wait: tuple[int, int]) -> LookupMark:
+        """The record of this lookup; ``wait`` is its consumer's (before, after) in ns."""
+        launch = self.launch
+        assert launch is not None  # noqa: S101 - its consumer would have raised
+        return LookupMark(
+            layer=layer, hash_ready=hash_ready, submit=self.submit, start=self.start, done=self.done,
+            wait_before=wait[0], wait_after=wait[1], rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
+        )  # fmt: skip
+
 
 class PrefetchQueue:
     """``submit`` never blocks; tickets run one after the other in the order of their submission."""
 
     def __init__(self, cpus: Iterable[int]) -> None:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="engram-prefetch", daemon=True)
         self._thread.start()
         try:
             bind_threads([self._thread.native_id or 0], cpus)
@@ -101,10 +109,10 @@ def _bind(thread: int, cpus: set[int]) -> None:
         ) from error  # fmt: skip
 
 
-def other_threads() -> tuple[int, ...]:
-    """Kernel ids of this process's threads but prefetch workers: BLAS keeps some that Python does not know."""
-    workers = {thread.native_id for thread in threading.enumerate() if thread.name == _NAME}
-    return tuple(thread for thread in map(int, os.listdir("/proc/self/task")) if thread not in workers)
+def foreign_threads() -> tuple[int, ...]:
+    """Kernel ids of the threads that Python did not start: BLAS keeps a pool of them."""
+    known = {thread.native_id for thread in threading.enumerate()}
+    return tuple(thread for thread in map(int, os.listdir("/proc/self/task")) if thread not in known)
 
 
 def cpu_clocks(cpus: Iterable[int]) -> dict[str, float]:

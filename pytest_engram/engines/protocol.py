@@ -57,6 +57,7 @@ class Registration(Protocol):
 class Engine(Protocol):
     name: str
     resolution_ns: int
+    hold: bool  # an asynchronous engine starts a step only when all of it is enqueued: events then time the device
 
     def step(self, batch: HashBatch, settings: StepSettings, *, marks: bool, index: int = 0) -> StepResult:
         """Run one step; ``batch`` has at most ``max_tokens`` tokens."""

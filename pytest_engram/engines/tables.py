@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import TableShard
+from pytest_engram.engines.protocol import EngineSetup
 from pytest_engram.errors import UsageError
 from pytest_engram.layout import EngramLayout
 from pytest_engram.rows import synthetic_rows
@@ -57,6 +58,17 @@ def full_shards(views: tuple[tuple[Any, Any], ...], layout: EngramLayout) -> tup
         )
         for index, (weight, scales) in enumerate(views)
     )  # fmt: skip
+
+
+def consumers(setup: EngineSetup) -> dict[int, int]:
+    """Layer of the main chain -> index of its table, in the order of the layers; ``UsageError`` if they do not fit."""
+    layers = setup.workload.engram_layers
+    if len(layers) != len(setup.tables) or sorted(set(layers)) != list(layers) or layers[-1] >= setup.workload.layers:
+        raise UsageError(
+            f"Engram layers {layers} with {len(setup.tables)} tables and {setup.workload.layers} layers",
+            code="bad-layers", who="engine", expected="one rising layer number per table, below the layer count",
+        )  # fmt: skip
+    return {layer: index for index, layer in enumerate(layers)}
 
 
 def _segments(layout: EngramLayout) -> list[tuple[int, int, tuple[int, int]]]:

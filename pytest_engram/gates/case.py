@@ -53,6 +53,10 @@ class Comparison:
                 note=self.absent,
             )  # fmt: skip
         low, high = stats.interval(self.effects, alpha)
+        if low == math.inf:  # bounded from below by the largest gain that has a size
+            low = max((effect for effect in self.effects if math.isfinite(effect)), default=math.inf)
+        zeros = self.effects.count(math.inf)
+        note = "; ".join(filter(None, (note, f"A measured 0 in {zeros} blocks" if zeros else "")))
         return Effect(
             metric=self.rule.metric, arm=self.arm, estimate=self._shown(stats.estimate(self.effects)),
             low=self._shown(low), high=self._shown(high), p_value=self.p_for, blocks=len(self.effects),

@@ -70,10 +70,12 @@ def lookup(shard: Shard, ids: Any, out: Any, *, cap: int | None = None, warps: i
 
 
 def _check(shard: Shard, ids: Any, out: Any) -> None:
-    tokens, dim, rows = ids.shape[0], shard.weight.shape[1], shard.weight.shape[0]
+    tokens, dim, rows = ids.shape[0], shard.weight.shape[-1], shard.weight.shape[0]
     wrong = (
-        (str(ids.dtype) != "torch.int32" or ids.ndim != 2, f"ids {ids.dtype} {tuple(ids.shape)}", "int32 [T, heads]"),
-        (ids.shape[1] < shard.total_heads, f"ids with {ids.shape[1]} heads", f"{shard.total_heads} heads"),
+        (
+            str(ids.dtype) != "torch.int32" or tuple(ids.shape) != (tokens, shard.total_heads),
+            f"ids {ids.dtype} {tuple(ids.shape)}", f"int32 [T, {shard.total_heads}]",
+        ),
         (
             str(out.dtype) != "torch.bfloat16" or tuple(out.shape) != (tokens, shard.local_heads, dim),
             f"out {out.dtype} {tuple(out.shape)}", f"bfloat16 {(tokens, shard.local_heads, dim)}",

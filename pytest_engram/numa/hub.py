@@ -15,6 +15,7 @@ from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa.group import Channel, Frame
 
 _EXIT_WAIT_S = 2.0
+_START_S = 120.0
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Member:
     channel: Channel
     process: subprocess.Popen[bytes]
     step: str = "start"
+    started: bool = False  # its entry has spoken; until then it imports, which may take long
     heard: float = field(default_factory=time.monotonic)
     waiting: list[Any] | None = None  # [value] while it waits in a collective
     done: bool = False
@@ -38,7 +40,7 @@ class Hub:
     def __init__(
         self, members: Sequence[Member], deadline_s: float, on_event: Callable[[int, Any], None] | None
     ) -> None:
-        self.members, self._deadline_s, self._on_event = members, deadline_s, on_event
+        self.members, self.deadline_s, self._on_event = members, deadline_s, on_event
         self._selector = selectors.DefaultSelector()
         for member in members:
             self._selector.register(member.channel, selectors.EVENT_READ, member)
@@ -55,7 +57,9 @@ class Hub:
             with contextlib.suppress(OSError):
                 member.channel.send({"op": "failed", "error": error.to_wire()})
         end = time.monotonic() + grace_s
-        while (left := end - time.monotonic()) > 0 and any(self._is_well(member) for member in self.members):
+        while (left := end - time.monotonic()) > 0 and any(
+            not member.gone and not self._is_silent(member) for member in self.members
+        ):
             for key, _ in self._selector.select(left):
                 if key.data.channel.poll() is None:
                     self._drop(key.data)
@@ -67,13 +71,10 @@ class Hub:
             member.channel.close()
 
     def _turn(self) -> None:
-        now = time.monotonic()
-        awaited = [member.heard for member in self.members if self._owes(member)]
-        patience = max(0.0, min(awaited, default=now) + self._deadline_s - now)
-        for key, _ in self._selector.select(patience):
+        patience = min((self._left(member) for member in self.members if self._owes(member)), default=0.0)
+        for key, _ in self._selector.select(max(0.0, patience)):
             self._read(key.data)
-        now = time.monotonic()
-        silent = [member for member in self.members if self._owes(member) and now - member.heard > self._deadline_s]
+        silent = [member for member in self.members if self._is_silent(member)]
         if silent:
             raise self._silence(silent)
 
@@ -81,8 +82,12 @@ class Hub:
     def _owes(member: Member) -> bool:
         return not member.done and member.waiting is None
 
-    def _is_well(self, member: Member) -> bool:
-        return not member.gone and (not self._owes(member) or time.monotonic() - member.heard <= self._deadline_s)
+    def _left(self, member: Member) -> float:
+        allowed = self.deadline_s if member.started else max(self.deadline_s, _START_S)
+        return member.heard + allowed - time.monotonic()
+
+    def _is_silent(self, member: Member) -> bool:
+        return self._owes(member) and self._left(member) < 0
 
     def _read(self, member: Member) -> None:
         frames = member.channel.poll()
@@ -91,7 +96,7 @@ class Hub:
             if not member.done:
                 raise self._death(member)
             return
-        member.heard = time.monotonic()
+        member.heard, member.started = time.monotonic(), True
         for frame in frames:
             self._take(member, frame)
 
@@ -142,7 +147,7 @@ class Hub:
         waited = f" while others wait at step {waiting[0]!r}" if waiting else ""
         names = " and ".join(f"rank {member.rank} (step {member.step!r})" for member in silent)
         return PeerError(
-            f"nothing was heard for {self._deadline_s:g} s{waited}",
+            f"nothing was heard for {self.deadline_s:g} s{waited}",
             code="peer-deadline",
             who=names,
             expected="a collective, an event or check() in that time",

@@ -29,9 +29,9 @@ def parse_list(text: str) -> tuple[int, ...]:
     """A CPU or node list, e.g. ``0-3,8,10-11``; empty text is the empty list."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
+        if not re.fullmatch(r"\d+(-\d+)?", part):
             raise _unknown("CPU or node list", text)
+        first, _, last = part.partition("-")
         numbers.extend(range(int(first), int(last or first) + 1))
     return tuple(numbers)
 
@@ -75,7 +75,13 @@ def parse_numa_maps_line(line: str) -> NumaMapsLine:
     page_kb = counts.pop("kernelpagesize_kB", None)
     flags = frozenset(words[2:]) & _FLAGS
     return NumaMapsLine(
-        start=int(words[0], 16), policy=words[1].replace("_", " "), pages=pages, page_kb=page_kb, file=file, flags=flags, counts=counts
+        start=int(words[0], 16),
+        policy=words[1].replace("_", " "),
+        pages=pages,
+        page_kb=page_kb,
+        file=file,
+        flags=flags,
+        counts=counts,
     )
 
 

@@ -64,7 +64,14 @@ def run_world(
 def _serve(hub: Hub, entry: str, payload: Any, ranks: Sequence[RankSpec]) -> list[Any]:
     try:
         for member, spec in zip(hub.members, ranks, strict=True):
-            start = {"entry": entry, "payload": payload, "cpus": spec.cpus, "parent": os.getpid()}
+            heartbeat = min(1.0, hub.deadline_s / 4)
+            start = {
+                "entry": entry,
+                "payload": payload,
+                "cpus": spec.cpus,
+                "parent": os.getpid(),
+                "heartbeat": heartbeat,
+            }
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a stillborn rank is reported by its EOF
                 member.channel.send(start)
         results = hub.serve()
@@ -137,7 +144,7 @@ def _first_frame(channel: Channel) -> Frame | None:
 
 
 def _run_rank(channel: Channel, rank: int, size: int, start: Frame) -> int:
-    group = LocalGroup(channel, rank, size)
+    group = LocalGroup(channel, rank, size, heartbeat_s=start["heartbeat"])
     try:
         if start["cpus"]:
             os.sched_setaffinity(0, start["cpus"])

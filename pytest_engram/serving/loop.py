@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from pytest_engram.engines.protocol import Engine, StepSettings
-from pytest_engram.errors import EngramError
+from pytest_engram.errors import EngramError, UsageError
 from pytest_engram.model import RequestRecord, ServingPlan, ServingSample
 from pytest_engram.serving.batching import Stream, advance, compose, schedule
 from pytest_engram.serving.replay import Request
@@ -158,6 +158,8 @@ class _Server:
     def _step(self, chosen: Sequence[tuple[Stream, int]]) -> None:
         try:
             result = self._engine.step(compose(chosen), self._settings, marks=False)
+        except UsageError:
+            raise
         except EngramError as error:
             _log.warning("a serving step failed: %s", error)
             self._status.update((stream.request.index, "failed") for stream, _ in chosen)

@@ -78,6 +78,23 @@ def test_rows_are_bit_exact(bench, settings, tokens):
             assert np.array_equal(rows[:, layer].reshape(-1, 64), expected)
 
 
+@pytest.mark.parametrize("settings", [EARLY, LATE], ids=["early", "at_consumption"])
+def test_unstaged_rows_cannot_pass(bench, settings):
+    """Negative control: a lookup that writes nothing shows, although right rows were staged just before."""
+
+    class Idle(ReferenceBackend):
+        idle = False
+
+        def lookup(self, shard, ids, out, *, cap=None):
+            return super().lookup(shard, ids, out.copy() if self.idle else out, cap=cap)
+
+    backend, batch = Idle(), batches(bench, 1)[0]
+    engine = bench.engine(backend)
+    _, right = engine.rows(batch, settings)
+    backend.idle = True
+    assert (engine.rows(batch, settings)[1] != right).all()
+
+
 def test_submission_point_does_not_change_outputs(bench):
     """B1's arms are the same computation: equal bits for early and at-consumption submission."""
     engine = bench.engine()
@@ -127,6 +144,8 @@ def test_marks_describe_one_serial_queue(bench, settings):
         assert report.serial, report.reason
         assert all(mark.done - mark.start >= 4_900_000 for mark in line.lookups)
         assert {(mark.rows, mark.tiles) for mark in line.lookups} == {(96, 6)}
+        for mark in line.lookups:
+            assert mark.hash_ready <= mark.submit <= mark.start < mark.done <= mark.wait_after
         assert line.begin <= line.lookups[0].hash_ready <= line.spans[0].start <= line.spans[-1].end <= line.end
         assert [(span.name, span.layer) for span in line.spans][1:4] == [("projection", 1), ("gate", 1), ("compute", 1)]
 
@@ -213,12 +232,16 @@ def test_close_joins_the_worker_and_restores_affinity(bench):
         engine.step(batches(bench, 1)[0], EARLY, marks=False)
 
 
-def test_one_cpu_works_and_says_so(bench):
-    """With a single CPU both threads share it: right rows, and a note."""
+def test_one_cpu_works_and_says_so(bench, monkeypatch):
+    """With a single CPU both threads share it: right rows, and a note; an unlimited BLAS is noted too."""
     cpu = (min(os.sched_getaffinity(0)),)
     engine, batch = bench.engine(cpus=cpu), batches(bench, 1)[0]
     assert "shares" in engine.notes[0]
-    assert bench.engine().notes == () or len(os.sched_getaffinity(0)) == 1
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    assert any("BLAS" in note for note in bench.engine(cpus=cpu).notes)
+    for name, value in CpuEngine.threads_env(cpu).items():
+        monkeypatch.setenv(name, value)
+    assert not any("BLAS" in note for note in bench.engine(cpus=cpu).notes)
     assert np.array_equal(*(engine.step(batch, s, marks=False).output for s in (EARLY, LATE)))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_engram.engines.protocol import StepResult, StepSettings
 from pytest_engram.engines.tables import table_views
-from pytest_engram.errors import EngramError
+from pytest_engram.errors import EngramError, UsageError
 from pytest_engram.model import ServingPlan, Slo
 from pytest_engram.serving.loop import request_outputs, serve
 from pytest_engram.serving.replay import make_load
@@ -27,15 +27,16 @@ def plan(**fields):
 class FakeEngine:
     """Steps that take ``step_s`` of a clock that only this engine and ``sleep`` move."""
 
-    def __init__(self, step_s, fail_at=None):
+    def __init__(self, step_s, fail_at=None, error=None):
         self.time, self.step_s, self.fail_at, self.sizes, self.batches = 0.0, step_s, fail_at, [], []
+        self.error = error or EngramError("rows are gone", code="lookup-failed")
 
     def step(self, batch, settings, *, marks, index=0):
         self.batches.append(batch)
         self.sizes.append((len(batch.token_ids), len(batch.query_start_loc) - 1))
         self.time += self.step_s
         if len(self.sizes) == self.fail_at:
-            raise EngramError("rows are gone", code="lookup-failed")
+            raise self.error
         output = np.sin(np.outer(batch.token_ids + 1.0, np.arange(1, 9))).astype(np.float32)
         return StepResult(0, 0, output)
 
@@ -86,6 +87,13 @@ def test_failed_step_fails_only_its_requests():
     found = counts(sample)
     assert 1 <= found["failed"] <= 4
     assert found["ok"] == 40 - found["failed"]
+
+
+def test_usage_error_is_not_a_failed_request():
+    """A wrong plan stops the load instead of passing as a bad server."""
+    engine = FakeEngine(0.0005, fail_at=5, error=UsageError("65 tokens", code="too-many-tokens"))
+    with pytest.raises(UsageError, match="65 tokens"):
+        run(engine, plan())
 
 
 def test_arrivals_do_not_wait_for_the_server():

@@ -89,7 +89,9 @@ class Lab:
         plan = self.plan(chosen, engine=engine)
         effects = {arm: dict(GAIN) for arm in chosen.arms if arm != "A"} if effects is None else effects
         rng = np.random.default_rng(seed)
-        runs = tuple(self._run(plan, run, effects, by_rank or {}, noise, rng) for run in plan.schedule)
+        runs = tuple(
+            self._run(plan, run, rng, effects=effects, by_rank=by_rank or {}, noise=noise) for run in plan.schedule
+        )
         control = self._control(plan, rng) if chosen.positive_control else ()
         provenance = {"topology": self.topology()}
         return Evidence(plan=plan, runs=runs, provenance=provenance, control=control)
@@ -99,14 +101,14 @@ class Lab:
         values = {"control-0": 1e6, "control-1": 1e6 * math.exp(ratio)}
         return tuple(
             RunRecord(
-                index=cell.index, block=cell.block, arm=cell.arm, started_at=stamp(cell.index), seconds=1.0,
+                index=cell.index, block=cell.block, arm=cell.arm, started_at=_stamp(cell.index), seconds=1.0,
                 fingerprint={},
                 overlap=(overlap(plan, "A", 0, values[cell.arm] * math.exp(0.01 * rng.standard_normal()), 1e5),),
             )
             for cell in cells
         )  # fmt: skip
 
-    def _run(self, plan, cell, effects, by_rank, noise, rng):
+    def _run(self, plan, cell, rng, *, effects, by_rank, noise):
         arm = schedule.base_arm(cell.arm)
         shift = effects.get(arm, {}) if cell.arm == arm else {}
         value = {
@@ -116,7 +118,7 @@ class Lab:
         ranks = range(plan.experiment.ranks)
         ranked = by_rank.get(arm, {}) if cell.arm == arm else {}
         return RunRecord(
-            index=cell.index, block=cell.block, arm=cell.arm, started_at=stamp(cell.index), seconds=3.0,
+            index=cell.index, block=cell.block, arm=cell.arm, started_at=_stamp(cell.index), seconds=3.0,
             fingerprint=self.fingerprint(plan, arm), correctness_before=self.cases(), correctness_after=self.cases(),
             placement=tuple(self.audits(plan, arm, rank) for rank in ranks),
             overlap=tuple(
@@ -158,7 +160,7 @@ class Lab:
         return PlacementSample(rank=rank, distributions=found)
 
 
-def stamp(index):
+def _stamp(index):
     return f"2026-11-20T10:{index // 60:02}:{index % 60:02}Z"
 
 
@@ -206,9 +208,9 @@ def serving(rank, value, planned=120):
     )
 
 
-def change_runs(evidence, change, where=lambda run: True):
-    """The evidence with ``change(run)`` in place of every run for which ``where`` holds."""
-    return replace(evidence, runs=tuple(change(run) if where(run) else run for run in evidence.runs))
+def change_runs(evidence, change, where=None):
+    """The evidence with ``change(run)`` in place of every run for which ``where`` holds, by default all."""
+    return replace(evidence, runs=tuple(change(run) if where is None or where(run) else run for run in evidence.runs))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pytest_engram.calibration import Scenario, simulate
 TRIALS = 20_000
 
 
-def row(title, **fields):
+def _row(title, **fields):
     return simulate(Scenario(title=title, **fields), trials=TRIALS, seed=5)
 
 
@@ -26,25 +26,25 @@ def row(title, **fields):
 )
 def test_random_blocks_hold_the_level(fields):
     """Under the null, at the margin, with heavy tails and with drift at most 2.8 % are declared."""
-    assert row("null", **fields).declared <= 0.028
+    assert _row("null", **fields).declared <= 0.028
 
 
 def test_a_bad_schedule_breaks_every_rule():
     """A…A B…B under a 2 % drift declares a third or more: the schedule matters more than the test."""
-    bad = row("bad", drift=0.02, randomised=False, blocks=20)
+    bad = _row("bad", drift=0.02, randomised=False, blocks=20)
     assert bad.declared > 0.35
     assert bad.passed > 0.3  # A/A alone does not save it
 
 
 def test_power():
     """+2 % is found in about 95 % at 1 % noise and in about 22 % at 3 % noise."""
-    assert row("power", truth=0.02).declared == pytest.approx(0.95, abs=0.02)
-    assert row("weak", truth=0.02, noise=0.03).declared == pytest.approx(0.22, abs=0.02)
+    assert _row("power", truth=0.02).declared == pytest.approx(0.95, abs=0.02)
+    assert _row("weak", truth=0.02, noise=0.03).declared == pytest.approx(0.22, abs=0.02)
 
 
 def test_a_a_invalidates_at_its_own_level():
     """Sound worlds are invalidated in about 1 % of schedules."""
-    assert 0.004 < row("aa").invalidated < 0.013
+    assert 0.004 < _row("aa").invalidated < 0.013
 
 
 def test_the_table_is_seeded_and_complete():

@@ -8,7 +8,7 @@ from pytest_engram import gates
 from pytest_engram.model import GATE_NAMES, Claim, GateResult, Status, Verdict
 
 
-def verdict(name, *found, judged=(True,) * 5):
+def _verdict(name, *found, judged=(True,) * 5):
     """A verdict whose gates have the given statuses; BLOCKED to the end."""
     row = [*found, *[Status.BLOCKED] * (5 - len(found))]
     rungs = tuple(
@@ -22,12 +22,12 @@ def verdict(name, *found, judged=(True,) * 5):
     )  # fmt: skip
 
 
-PASS = verdict("P", *[Status.PASS] * 5)
-FAIL = verdict("F", Status.PASS, Status.FAIL)
-OPEN = verdict("O", Status.PASS, Status.PASS, Status.INCONCLUSIVE)
-ABSENT = verdict("N", Status.NOT_MEASURED)
-BLOCKED = verdict("K", Status.PASS, Status.PASS, Status.PASS, Status.PASS, Status.BLOCKED)
-INVALID = verdict("I", Status.PASS, Status.INVALID)
+PASS = _verdict("P", *[Status.PASS] * 5)
+FAIL = _verdict("F", Status.PASS, Status.FAIL)
+OPEN = _verdict("O", Status.PASS, Status.PASS, Status.INCONCLUSIVE)
+ABSENT = _verdict("N", Status.NOT_MEASURED)
+BLOCKED = _verdict("K", Status.PASS, Status.PASS, Status.PASS, Status.PASS, Status.BLOCKED)
+INVALID = _verdict("I", Status.PASS, Status.INVALID)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_required_gates_decide_alone(required, code):
 def test_reported_gates_do_not_decide():
     """An unjudged gate of a `characterises` claim does not fail a requirement."""
     row = [Status.PASS, Status.PASS, Status.INCONCLUSIVE, Status.INCONCLUSIVE, Status.INCONCLUSIVE]
-    reported = verdict("C", *row, judged=(True, True, False, False, False))
+    reported = _verdict("C", *row, judged=(True, True, False, False, False))
     assert gates.exit_code([reported], {"C": 4}) == 0
 
 

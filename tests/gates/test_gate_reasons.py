@@ -20,23 +20,23 @@ def reason(code, gate):
     return keep
 
 
-def is_b(run):
+def _is_b(run):
     return run.arm == "B"
 
 
-def edit(**fields):
+def _edit(**fields):
     return lambda run: replace(run, **fields)
 
 
-def with_print(**values):
+def _with_print(**values):
     return lambda run: replace(run, fingerprint={**run.fingerprint, **values})
 
 
-def with_cases(where, make):
+def _with_cases(where, make):
     return lambda run: replace(run, **{where: make(getattr(run, where))})
 
 
-def with_audits(make):
+def _with_audits(make):
     """Replace every page distribution by ``make(audit)``; None drops it."""
 
     def change(run):
@@ -49,7 +49,7 @@ def with_audits(make):
     return change
 
 
-def with_marks(make):
+def _with_marks(make):
     """Replace every lookup mark by ``make(mark)``."""
 
     def change(run):
@@ -62,14 +62,14 @@ def with_marks(make):
     return change
 
 
-def with_requests(make):
+def _with_requests(make):
     def change(run):
         return replace(run, serving=tuple(replace(s, requests=tuple(map(make, s.requests))) for s in run.serving))
 
     return change
 
 
-def placed(lab, **kw):
+def _placed(lab, **kw):
     """A sound A3: the far rank gains by a copy of its own."""
     return lab.evidence("A3", effects={"B": {"goodput": 0.1}}, by_rank={"B": {1: -0.3}}, **kw)
 
@@ -82,7 +82,7 @@ def placed(lab, **kw):
 @reason("moved-as-predicted", 2)
 @reason("not-slowed", 3)
 @reason("improved", 4)
-def sound(lab, change):
+def _sound(lab, change):
     return lab.evidence("B1")
 
 
@@ -90,52 +90,52 @@ def sound(lab, change):
 
 
 @reason("contract-broken", 0)
-def wrong_row(lab, change):
+def _wrong_row(lab, change):
     bad = CorrectnessSample(case="rows", contract="L1", passed=False, token=3, head=7, layer=14, expected="0", seen="1")
-    return change(lab.evidence(), with_cases("correctness_after", lambda old: (*old, bad)), lambda run: run.index == 9)
+    return change(lab.evidence(), _with_cases("correctness_after", lambda old: (*old, bad)), lambda run: run.index == 9)
 
 
 @reason("no-correctness", 0)
-def unchecked_after(lab, change):
-    return change(lab.evidence(), edit(correctness_after=()), is_b)
+def _unchecked_after(lab, change):
+    return change(lab.evidence(), _edit(correctness_after=()), _is_b)
 
 
 @reason("no-correctness", 0)
-def nothing_supported(lab, change):
+def _nothing_supported(lab, change):
     def unsupported(samples):
         return tuple(replace(sample, supported=False) for sample in samples)
 
-    return change(lab.evidence(), with_cases("correctness_before", unsupported), is_b)
+    return change(lab.evidence(), _with_cases("correctness_before", unsupported), _is_b)
 
 
 @reason("cases-missing", 0)
-def candidate_checks_less(lab, change):
-    return change(lab.evidence(), with_cases("correctness_before", lambda old: old[1:]), is_b)
+def _candidate_checks_less(lab, change):
+    return change(lab.evidence(), _with_cases("correctness_before", lambda old: old[1:]), _is_b)
 
 
 @reason("storage-not-checked", 0)
-def no_storage_case(lab, change):
+def _no_storage_case(lab, change):
     def less(samples):
         return tuple(sample for sample in samples if sample.contract != "S6")
 
-    drop = [with_cases(name, less) for name in ("correctness_before", "correctness_after")]
-    return change(change(placed(lab), drop[0]), drop[1])
+    drop = [_with_cases(name, less) for name in ("correctness_before", "correctness_after")]
+    return change(change(_placed(lab), drop[0]), drop[1])
 
 
 @reason("protocol-changed", 0)
-def margin_moved_afterwards(lab, change):
+def _margin_moved_afterwards(lab, change):
     evidence = lab.evidence()
     looser = replace(evidence.plan.experiment, alpha=0.05)
     return replace(evidence, plan=replace(evidence.plan, experiment=looser))
 
 
 @reason("protocol-changed", 0)
-def run_of_another_protocol(lab, change):
-    return change(lab.evidence(), with_print(protocol="0" * 64), lambda run: run.index == 5)
+def _run_of_another_protocol(lab, change):
+    return change(lab.evidence(), _with_print(protocol="0" * 64), lambda run: run.index == 5)
 
 
 @reason("schedule-altered", 0)
-def schedule_of_one_arm_after_the_other(lab, change):
+def _schedule_of_one_arm_after_the_other(lab, change):
     evidence = lab.evidence()
     order = tuple(
         ScheduledRun(index=8 * n + block, block=block, arm=arm) for n, arm in enumerate("AXB") for block in range(8)
@@ -144,23 +144,23 @@ def schedule_of_one_arm_after_the_other(lab, change):
 
 
 @reason("schedule-altered", 0)
-def runs_out_of_order(lab, change):
+def _runs_out_of_order(lab, change):
     evidence = lab.evidence()
     return replace(evidence, runs=evidence.runs[::-1])
 
 
 @reason("schedule-altered", 0)
-def clock_out_of_order(lab, change):
-    return change(lab.evidence(), edit(started_at="2026-11-20T09:00:00Z"), lambda run: run.index == 5)
+def _clock_out_of_order(lab, change):
+    return change(lab.evidence(), _edit(started_at="2026-11-20T09:00:00Z"), lambda run: run.index == 5)
 
 
 @reason("schedule-altered", 0)
-def time_that_cannot_be_read(lab, change):
-    return change(lab.evidence(), edit(started_at="yesterday"), lambda run: run.index == 5)
+def _time_that_cannot_be_read(lab, change):
+    return change(lab.evidence(), _edit(started_at="yesterday"), lambda run: run.index == 5)
 
 
 @reason("unscheduled-run", 0)
-def repeated_run(lab, change):
+def _repeated_run(lab, change):
     evidence = lab.evidence()
     return replace(evidence, runs=(*evidence.runs, evidence.runs[-1]))
 
@@ -169,226 +169,226 @@ def repeated_run(lab, change):
 
 
 @reason("undeclared-difference", 1)
-def another_kernel_in_b(lab, change):
-    return change(lab.evidence(), with_print(**{"machine.kernel": "6.13"}), is_b)
+def _another_kernel_in_b(lab, change):
+    return change(lab.evidence(), _with_print(**{"machine.kernel": "6.13"}), _is_b)
 
 
 @reason("undeclared-difference", 1)
-def another_grid_in_b(lab, change):
-    return change(lab.evidence(), with_marks(lambda mark: replace(mark, grid=96)), is_b)
+def _another_grid_in_b(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, grid=96)), _is_b)
 
 
 @reason("undeclared-difference", 1)
-def regrouped_without_saying(lab, change):
+def _regrouped_without_saying(lab, change):
     evidence = lab.evidence("A1", effects={"B": {}}, by_rank={"B": {0: 0.3, 1: -0.3}})
-    return change(evidence, with_print(groups="[[0], [1]]"), is_b)
+    return change(evidence, _with_print(groups="[[0], [1]]"), _is_b)
 
 
 @reason("no-fingerprint", 1)
-def no_print(lab, change):
-    return change(lab.evidence(), edit(fingerprint={}), lambda run: run.index == 3)
+def _no_print(lab, change):
+    return change(lab.evidence(), _edit(fingerprint={}), lambda run: run.index == 3)
 
 
 @reason("pages-not-audited", 1)
-def moment_missing(lab, change):
-    return change(placed(lab), with_audits(lambda a: None if (a.rank, a.moment) == (1, Moment.LOADED) else a), is_b)
+def _moment_missing(lab, change):
+    return change(_placed(lab), _with_audits(lambda a: None if (a.rank, a.moment) == (1, Moment.LOADED) else a), _is_b)
 
 
 @reason("pages-not-audited", 1)
-def no_route_answered(lab, change):
-    return change(placed(lab), with_audits(lambda audit: replace(audit, routes=())), is_b)
+def _no_route_answered(lab, change):
+    return change(_placed(lab), _with_audits(lambda audit: replace(audit, routes=())), _is_b)
 
 
 @reason("pages-not-covered", 1)
-def half_covered(lab, change):
-    return change(placed(lab), with_audits(lambda audit: replace(audit, covered_bytes=audit.table_bytes // 2)), is_b)
+def _half_covered(lab, change):
+    return change(_placed(lab), _with_audits(lambda audit: replace(audit, covered_bytes=audit.table_bytes // 2)), _is_b)
 
 
 @reason("pages-unplaced", 1)
-def not_resident(lab, change):
+def _not_resident(lab, change):
     def lose(audit):
         (node, count), *_ = audit.pages.items()
         return replace(audit, pages={node: count - 500}, unplaced={"ENOENT": 500})
 
-    return change(placed(lab), with_audits(lose), is_b)
+    return change(_placed(lab), _with_audits(lose), _is_b)
 
 
 @reason("not-as-asked", 1)
-def policy_is_not_placement(lab, change):
-    return change(placed(lab), with_audits(lambda audit: replace(audit, pages={0: 5000, 1: 5000})), is_b)
+def _policy_is_not_placement(lab, change):
+    return change(_placed(lab), _with_audits(lambda audit: replace(audit, pages={0: 5000, 1: 5000})), _is_b)
 
 
 @reason("not-as-asked", 1)
-def moved_after_load(lab, change):
+def _moved_after_load(lab, change):
     def migrate(audit):
         return replace(audit, pages={0: 9000, 1: 1000}) if audit.moment is Moment.REPLAYED else audit
 
-    return change(placed(lab), with_audits(migrate), lambda run: run.index == 4)
+    return change(_placed(lab), _with_audits(migrate), lambda run: run.index == 4)
 
 
 @reason("not-as-asked", 1)
-def interleave_that_leans(lab, change):
+def _interleave_that_leans(lab, change):
     evidence = lab.evidence("A2", effects={"B": {}}, by_rank={"B": {0: 0.2, 1: -0.2}})
-    return change(evidence, with_audits(lambda audit: replace(audit, pages={0: 5400, 1: 4600})), is_b)
+    return change(evidence, _with_audits(lambda audit: replace(audit, pages={0: 5400, 1: 4600})), _is_b)
 
 
 @reason("not-shared", 1)
-def private_copy(lab, change):
+def _private_copy(lab, change):
     def own(audit):
         return replace(audit, identity="0:99") if audit.rank == 1 else audit
 
-    return change(placed(lab), with_audits(own), lambda run: run.arm == "A")
+    return change(_placed(lab), _with_audits(own), lambda run: run.arm == "A")
 
 
 @reason("not-shared", 1)
-def anonymous_memory_for_two_ranks(lab, change):
-    return change(placed(lab), with_audits(lambda audit: replace(audit, identity="anon")), lambda run: run.arm == "A")
+def _anonymous_memory_for_two_ranks(lab, change):
+    return change(_placed(lab), _with_audits(lambda audit: replace(audit, identity="anon")), lambda run: run.arm == "A")
 
 
 @reason("not-separate", 1)
-def one_object_for_both_sockets(lab, change):
-    return change(placed(lab), with_audits(lambda audit: replace(audit, identity="0:40")), is_b)
+def _one_object_for_both_sockets(lab, change):
+    return change(_placed(lab), _with_audits(lambda audit: replace(audit, identity="0:40")), _is_b)
 
 
 @reason("no-treatment", 1)
-def default_lands_where_bind_does(lab, change):
+def _default_lands_where_bind_does(lab, change):
     arms = {"A": {"policy": "default"}, "B": {"policy": "bind:0"}}
     return lab.evidence("A1", arms=arms, effects={"B": {}})
 
 
 @reason("no-treatment", 1)
-def caps_above_the_tiles(lab, change):
+def _caps_above_the_tiles(lab, change):
     return lab.evidence("B2", arms={"A": {"cap": 96}, "B": {"cap": 132}}, effects={"B": {}}, engine="cuda")
 
 
 @reason("no-timelines", 1)
-def unmarked(lab, change):
-    return change(lab.evidence(), edit(overlap=()), is_b)
+def _unmarked(lab, change):
+    return change(lab.evidence(), _edit(overlap=()), _is_b)
 
 
 @reason("no-timelines", 1)
-def no_launches(lab, change):
-    return change(lab.evidence("B2", engine="cuda"), edit(overlap=()), lambda run: run.arm == "B16")
+def _no_launches(lab, change):
+    return change(lab.evidence("B2", engine="cuda"), _edit(overlap=()), lambda run: run.arm == "B16")
 
 
 @reason("submission-not-as-asked", 1)
-def early_arm_submits_late(lab, change):
-    return change(lab.evidence(), with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), is_b)
+def _early_arm_submits_late(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), _is_b)
 
 
 @reason("submission-not-as-asked", 1)
-def late_arm_submits_early(lab, change):
-    return change(lab.evidence(), with_marks(lambda mark: replace(mark, submit=950)), lambda run: run.arm == "A'")
+def _late_arm_submits_early(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=950)), lambda run: run.arm == "A'")
 
 
 @reason("cap-not-obeyed", 1)
-def cap_ignored(lab, change):
+def _cap_ignored(lab, change):
     evidence = lab.evidence("B2", engine="cuda")
-    return change(evidence, with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "B16")
+    return change(evidence, _with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "B16")
 
 
 @reason("no-receipts", 1)
-def backend_without_receipt(lab, change):
+def _backend_without_receipt(lab, change):
     def drop(run):
         kept = {key: value for key, value in run.fingerprint.items() if not key.startswith("backend.")}
         return replace(run, fingerprint=kept)
 
-    return change(lab.evidence("patch"), drop, is_b)
+    return change(lab.evidence("patch"), drop, _is_b)
 
 
 @reason("identical-code", 1)
-def candidate_is_the_base(lab, change):
-    return change(lab.evidence("patch"), with_print(**{"backend.commit": "base"}), is_b)
+def _candidate_is_the_base(lab, change):
+    return change(lab.evidence("patch"), _with_print(**{"backend.commit": "base"}), _is_b)
 
 
 # ---------------------------------------------------------------- gate 2
 
 
 @reason("no-schedule", 2)
-def without_schedule(lab, change):
+def _without_schedule(lab, change):
     evidence = lab.evidence()
     return replace(evidence, plan=replace(evidence.plan, schedule=()))
 
 
 @reason("too-few-blocks", 2)
-def five_blocks(lab, change):
+def _five_blocks(lab, change):
     evidence = lab.evidence()
     return replace(evidence, runs=evidence.runs[:15])
 
 
 @reason("too-few-blocks", 2)
-def one_run_left_out(lab, change):
+def _one_run_left_out(lab, change):
     evidence = lab.evidence()
     return replace(evidence, runs=evidence.runs[:-1])
 
 
 @reason("machine-drifted", 2)
-def clock_fell(lab, change):
-    return change(lab.evidence(), edit(drift={"cpu_mhz": 2400.0}), lambda run: run.block > 4)
+def _clock_fell(lab, change):
+    return change(lab.evidence(), _edit(drift={"cpu_mhz": 2400.0}), lambda run: run.block > 4)
 
 
 @reason("throttled", 2)
-def too_hot(lab, change):
-    return change(lab.evidence(), edit(drift={"throttle_reasons": 0x40}), lambda run: run.block > 4)
+def _too_hot(lab, change):
+    return change(lab.evidence(), _edit(drift={"throttle_reasons": 0x40}), lambda run: run.block > 4)
 
 
 @reason("not-a-serial-queue", 2)
-def lookups_overlap(lab, change):
+def _lookups_overlap(lab, change):
     def earlier(mark):
         return replace(mark, start=mark.start - 500_000) if mark.layer == 6 else mark
 
-    return change(lab.evidence(), with_marks(earlier), is_b)
+    return change(lab.evidence(), _with_marks(earlier), _is_b)
 
 
 @reason("not-a-serial-queue", 2)
-def consumer_ran_ahead(lab, change):
-    return change(lab.evidence(), with_marks(lambda mark: replace(mark, wait_after=mark.done - 100_000)), is_b)
+def _consumer_ran_ahead(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, wait_after=mark.done - 100_000)), _is_b)
 
 
 @reason("not-a-serial-queue", 2)
-def kernel_of_negative_length(lab, change):
-    return change(lab.evidence(), with_marks(lambda mark: replace(mark, start=mark.done + 10)), is_b)
+def _kernel_of_negative_length(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, start=mark.done + 10)), _is_b)
 
 
 @reason("faster-than-link", 2)
-def cached_rows(lab, change):
+def _cached_rows(lab, change):
     return replace(lab.evidence(), provenance={"link_bytes_per_s": {"value": 1e8}})
 
 
 @reason("no-positive-control", 2)
-def control_left_out(lab, change):
-    return replace(placed(lab), control=())
+def _control_left_out(lab, change):
+    return replace(_placed(lab), control=())
 
 
 @reason("control-without-difference", 2)
-def near_and_far_alike(lab, change):
-    evidence = placed(lab)
+def _near_and_far_alike(lab, change):
+    evidence = _placed(lab)
     near = next(run for run in evidence.control if run.arm == "control-0")
     alike = tuple(replace(run, overlap=near.overlap) for run in evidence.control)
     return replace(evidence, control=alike)
 
 
 @reason("control-without-difference", 2)
-def far_is_faster(lab, change):
-    evidence = placed(lab)
+def _far_is_faster(lab, change):
+    evidence = _placed(lab)
     names = {"control-0": "control-1", "control-1": "control-0"}
     return replace(evidence, control=tuple(replace(run, arm=names[run.arm]) for run in evidence.control))
 
 
 @reason("distance-unknown", 2)
-def readers_node_unknown(lab, change):
-    return replace(placed(lab), provenance={"topology": None})
+def _readers_node_unknown(lab, change):
+    return replace(_placed(lab), provenance={"topology": None})
 
 
 @reason("no-predicted-change", 2)
-def all_ranks_on_one_side_of_equal_nodes(lab, change):
-    evidence = placed(lab)
+def _all_ranks_on_one_side_of_equal_nodes(lab, change):
+    evidence = _placed(lab)
     machine = lab.topology()
     flat = tuple(replace(node, distances={0: 10, 1: 10}) for node in machine.nodes)
     return replace(evidence, provenance={"topology": replace(machine, nodes=flat)})
 
 
-def grown(metric_shift):
+def _grown(metric_shift):
     """A' shifted against A in every block."""
 
     def change(run):
@@ -399,28 +399,28 @@ def grown(metric_shift):
 
 
 @reason("aa-differs", 2)
-def twin_waits_longer(lab, change):
-    longer = with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
+def _twin_waits_longer(lab, change):
+    longer = _with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
     return change(lab.evidence(), longer, lambda run: run.arm == "A'")
 
 
 @reason("aa-differs", 3)
-def twin_computes_longer(lab, change):
-    return change(lab.evidence(), grown(1.05), lambda run: run.arm == "A'")
+def _twin_computes_longer(lab, change):
+    return change(lab.evidence(), _grown(1.05), lambda run: run.arm == "A'")
 
 
 @reason("mechanism-not-shown", 2)
-def wait_unchanged(lab, change):
+def _wait_unchanged(lab, change):
     return lab.evidence(effects={"B": {"goodput": 0.2}})
 
 
 @reason("mechanism-refuted", 2)
-def wait_grew(lab, change):
+def _wait_grew(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": 0.3, "goodput": 0.2}})
 
 
 @reason("mechanism-refuted", 2)
-def far_rank_lost(lab, change):
+def _far_rank_lost(lab, change):
     return lab.evidence("A3", effects={"B": {"exposed_wait": 0.2, "goodput": 0.1}}, by_rank={"B": {1: 0.3}})
 
 
@@ -428,44 +428,44 @@ def far_rank_lost(lab, change):
 
 
 @reason("slowed", 3)
-def smallest_wait_slowest_main(lab, change):
+def _smallest_wait_slowest_main(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -2.0, "main_compute": 0.2, "goodput": 0.01}})
 
 
 @reason("slowing-not-excluded", 3)
-def at_the_margin(lab, change):
+def _at_the_margin(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -0.5, "main_compute": 0.0487, "goodput": 0.1}})
 
 
 @reason("metric-absent", 2)
-def no_mechanism_samples(lab, change):
-    return change(lab.evidence("patch"), edit(overlap=()), lambda run: run.block == 3)
+def _no_mechanism_samples(lab, change):
+    return change(lab.evidence("patch"), _edit(overlap=()), lambda run: run.block == 3)
 
 
 @reason("metric-absent", 3)
-def no_unmarked_steps(lab, change):
-    return change(lab.evidence(), edit(compute=()), lambda run: run.index == 7)
+def _no_unmarked_steps(lab, change):
+    return change(lab.evidence(), _edit(compute=()), lambda run: run.index == 7)
 
 
 @reason("metric-absent", 3)
-def impossible_time(lab, change):
-    return change(lab.evidence(), grown(-1), lambda run: run.index == 7)
+def _impossible_time(lab, change):
+    return change(lab.evidence(), _grown(-1), lambda run: run.index == 7)
 
 
 @reason("metric-absent", 3)
-def silent_about_collectives(lab, change):
-    evidence = placed(lab, subject="engine modules")
+def _silent_about_collectives(lab, change):
+    evidence = _placed(lab, subject="engine modules")
     return change(evidence, lambda run: replace(run, compute=tuple(
         replace(sample, communication_absent=None) for sample in run.compute)))  # fmt: skip
 
 
 @reason("metric-absent", 4)
-def nobody_was_served(lab, change):
-    return change(lab.evidence(), edit(serving=()), lambda run: run.index == 7)
+def _nobody_was_served(lab, change):
+    return change(lab.evidence(), _edit(serving=()), lambda run: run.index == 7)
 
 
 @reason("metric-absent", 4)
-def too_few_for_p99(lab, change):
+def _too_few_for_p99(lab, change):
     def fewer(run):
         return replace(run, serving=tuple(replace(s, requests=s.requests[:99]) for s in run.serving))
 
@@ -473,51 +473,51 @@ def too_few_for_p99(lab, change):
 
 
 @reason("failed-requests", 4)
-def one_request_failed(lab, change):
+def _one_request_failed(lab, change):
     def fail(request):
         return replace(request, status="failed") if request.arrival_ms == 3 else request
 
-    return change(lab.evidence(), with_requests(fail), lambda run: run.index == 7)
+    return change(lab.evidence(), _with_requests(fail), lambda run: run.index == 7)
 
 
 @reason("no-successful-requests", 4)
-def limits_out_of_reach(lab, change):
-    return change(lab.evidence(), with_requests(lambda request: replace(request, ttft_ms=1e6)))
+def _limits_out_of_reach(lab, change):
+    return change(lab.evidence(), _with_requests(lambda request: replace(request, ttft_ms=1e6)))
 
 
 @reason("improvement-not-shown", 4)
-def goodput_unchanged(lab, change):
+def _goodput_unchanged(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -0.5}}, seed=12)
 
 
 @reason("not-improved", 4)
-def goodput_fell(lab, change):
+def _goodput_fell(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -0.5, "goodput": -0.05}})
 
 
 @reason("guard-broken", 4)
-def rejects_more(lab, change):
+def _rejects_more(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -0.5, "goodput": 0.2, "rejected": 6}})
 
 
 @reason("guard-not-shown", 4)
-def tail_at_the_margin(lab, change):
+def _tail_at_the_margin(lab, change):
     return lab.evidence(effects={"B": {"exposed_wait": -0.5, "goodput": 0.2, "itl": 0.0198}})
 
 
 @reason("requires-unmet", 4)
-def without_a1_and_b1(lab, change):
-    return placed(lab)
+def _without_a1_and_b1(lab, change):
+    return _placed(lab)
 
 
 @reason("no-winner", 3)
-def characterised_as_slower(lab, change):
+def _characterised_as_slower(lab, change):
     return lab.evidence("A1", effects={"B": {"main_compute": 0.2}}, by_rank={"B": {0: 0.3, 1: -0.3}})
 
 
 @reason("earlier-gate", 1)
-def blocked_by_gate_0(lab, change):
-    return unchecked_after(lab, change)
+def _blocked_by_gate_0(lab, change):
+    return _unchecked_after(lab, change)
 
 
 @pytest.mark.parametrize(("code", "gate", "build"), CASES.values(), ids=CASES)
@@ -542,7 +542,7 @@ def test_no_reason_is_unreachable():
 
 def test_messages_name_the_place(lab, change):
     """A broken contract names arm, run, moment, case, layer, token, head, expected and seen."""
-    observed = gates.evaluate(wrong_row(lab, change)).gates[0].observed
+    observed = gates.evaluate(_wrong_row(lab, change)).gates[0].observed
     for word in ("run 9", "after", "L1 rows", "layer 14", "token 3", "head 7", "expected 0, seen 1"):
         assert word in observed
 
@@ -551,7 +551,7 @@ def test_messages_name_the_place(lab, change):
 def test_a_problem_stands_in_for_its_run(lab, change, status):
     """A run that ended in a problem gives the experiment the problem's status and code, never a gap."""
     lost = Problem(code="rank-died", message="rank 1 was killed", who="rank 1", status=status)
-    evidence = change(lab.evidence(), edit(problems=(lost,)), lambda run: run.index == 4)
+    evidence = change(lab.evidence(), _edit(problems=(lost,)), lambda run: run.index == 4)
     first = gates.evaluate(evidence).gates[0]
     assert (first.status, first.reason) == (status, "rank-died")
     assert first.next_step

@@ -11,13 +11,11 @@ from scipy.stats import wilcoxon
 
 from pytest_engram import stats
 
-EFFECT = st.one_of(
-    st.floats(-5, 5, allow_nan=False), st.sampled_from([0.0, 0.5, -0.5, math.inf, -math.inf])
-)
+EFFECT = st.one_of(st.floats(-5, 5, allow_nan=False), st.sampled_from([0.0, 0.5, -0.5, math.inf, -math.inf]))
 SAMPLES = st.lists(EFFECT, min_size=1, max_size=8)
 
 
-def flipped(effects):
+def _flipped(effects):
     """The test statistic under every assignment of signs: what the exact null distribution bounds."""
     size = [abs(effect) for effect in effects]
     for signs in itertools.product((1, -1), repeat=len(effects)):
@@ -30,7 +28,7 @@ def flipped(effects):
 def test_p_value_bounds_the_sign_flip_enumeration(effects):
     """The p-value is never below the brute-force share of sign flips that look at least as good; ties only raise it."""
     seen = int((stats.walsh(effects) > 0).sum())
-    enumerated = np.mean([other >= seen for other in flipped(effects)])
+    enumerated = np.mean([other >= seen for other in _flipped(effects)])
     assert stats.p_above(effects, 0.0) >= enumerated - 1e-12
 
 
@@ -118,7 +116,7 @@ def test_infinite_effects_keep_a_one_sided_interval():
 
 
 def test_power_agrees_with_the_published_figures():
-    """Eight blocks, margin 0: +2 % is found in 95 % at 1 % noise and in 22 % at 3 % noise; then 31 blocks are needed."""
+    """Eight blocks find +2 % in 95 % of cases at 1 % noise and in 22 % at 3 % noise, where 31 blocks are needed."""
     curve = stats.power_curve(8)
     assert curve.of(0.02, 0.01) == pytest.approx(0.95, abs=0.015)
     assert curve.of(0.02, 0.03) == pytest.approx(0.22, abs=0.02)

@@ -174,6 +174,7 @@ def case_misread_shapes_are_refused() -> str | None:
     ids = drawn(2, 32)
     wrong: dict[str, Callable[[], Any]] = {
         "int64 ids": lambda: run(good, ids.astype(np.int64)),
+        "flat ids": lambda: run(good, ids.ravel()),
         "few heads": lambda: run(good, ids[:, :2]),
         "more ids than rows": lambda: run(synthetic(32, end=33), ids),
         "no program": lambda: run(good, ids, cap=0),

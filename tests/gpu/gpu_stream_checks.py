@@ -123,8 +123,8 @@ def outcome(kind: type[PrefetchStream], *, producer: bool) -> bool:
     shape = ids.shape
     del ids
     if not producer:
-        reused = torch.full(shape, -1, dtype=torch.int32, device="cuda")  # gets the ids' memory, unless it is kept
-        del reused
+        # One of these gets the ids' memory, unless it is kept.
+        _reused = [torch.full(shape, -1, dtype=torch.int32, device="cuda") for _ in range(64)]
     for layer in range(2):
         stream.consume(layer)
         out[layer].copy_(stream.rows(layer, 64))

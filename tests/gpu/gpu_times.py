@@ -110,7 +110,7 @@ def once(launch: Callable[[], Any]) -> float:
     """µs of one launch between events on its stream, behind a hold that hides the host."""
     cuda: Any = torch.cuda
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-    spin(150_000)
+    spin(300_000)
     begin.record()
     launch()
     end.record()

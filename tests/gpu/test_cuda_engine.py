@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,8 +241,18 @@ def test_without_a_gpu_the_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         CudaEngine(setup(None))
 
 
-def test_drift_reports_only_what_was_read(fake_cuda: Any) -> None:
-    """Without a management library there is the enqueue time and no invented clock."""
+def test_drift_reports_only_what_was_read(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks and throttle reasons are this GPU's own, found by UUID; an unknown one is absent, never 0."""
+    from pytest_engram.engines import cuda
+
     engine = build(fake_cuda)
-    engine.step(batch(), EARLY, marks=False)
     assert set(engine.drift()) == {"enqueue_ms"}
+    answers = {"pci:1": SimpleNamespace(uuid="GPU-a"), "pci:2": SimpleNamespace(uuid="GPU-b")}
+    library = SimpleNamespace(
+        memory_affinity=lambda: answers, sm_clocks=lambda: {"pci:1": 345, "pci:2": 1980},
+        throttle_reasons=lambda: {"pci:1": 4, "pci:2": None},
+    )  # fmt: skip
+    monkeypatch.setattr("pytest_engram.gpu.nvml.Nvml", lambda: library)
+    found = SimpleNamespace(get_device_properties=lambda _device: SimpleNamespace(uuid="b"))
+    here = cuda.Platform(found, SimpleNamespace(type="cuda"), None, None)  # type: ignore[arg-type]
+    assert cuda._gpu_state(here) == {"sm_mhz": 1980.0}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import lzma
+import shlex
 import shutil
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def _module_order(tree: Path) -> list[Path]:
 def _build_initramfs(cache: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in ("bin", "mods", "proc", "sys", "dev", "host", "out"):
+        for name in ("bin", "mods", "proc", "sys", "dev", "host", "under"):
             (tree / name).mkdir()
         shutil.copy(shutil.which("busybox") or "", tree / "bin/busybox")
         loads = []
@@ -158,12 +159,18 @@ def _build_initramfs(cache: Path, target: Path) -> None:
         target.write_bytes(gzip.compress(archive, 1))
 
 
+def below_tmp(*places: Path | str) -> list[str]:
+    """The places that the guest's own tmpfs on /tmp would hide; each once, none inside another."""
+    found = sorted({str(place) for place in places if Path(place).is_relative_to("/tmp")})
+    return [place for place in found if not any(place.startswith(f"{other}/") for other in found)]
+
+
 def boot(machine: Machine, command: list[str], out: Path, *, timeout: float, cwd: Path = ROOT) -> int:
     """Run ``command`` in the guest; files it writes under ``$OUT`` appear in ``out``.  Returns its exit code."""
     kernel, initramfs = prepare()
     out.mkdir(parents=True, exist_ok=True)
-    line = " ".join(f"'{word}'" for word in command)
-    (out / "command.sh").write_text(f"cd '{cwd}' && exec {line}\n")
+    (out / "command.sh").write_text(f"cd {shlex.quote(str(cwd))} && exec {shlex.join(command)}\n")
+    (out / "keep").write_text("".join(f"{place}\n" for place in below_tmp(cwd, sys.prefix, sys.base_prefix)))
     memory = sum(node.mib for node in machine.nodes)
     qemu = [
         "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max", "-smp", str(machine.cpus),

@@ -61,9 +61,13 @@ class Registered:
 
 
 def placement(payload: dict[str, Any]) -> PlacementPlan:
+    """What the payload asks for."""
+    nodes = [payload["nodes"]] * len(payload["groups"])
+    if payload.get("spread"):  # one node per table
+        nodes = [[node] for node in payload["nodes"]]
     tables = [
-        TablePlan(ranks=tuple(ranks), mode=payload["mode"], nodes=tuple(payload["nodes"]))
-        for ranks in payload["groups"]
+        TablePlan(ranks=tuple(ranks), mode=payload["mode"], nodes=tuple(own))
+        for ranks, own in zip(payload["groups"], nodes, strict=True)
     ]
     return PlacementPlan(policy="test", backing=payload["backing"], tables=tuple(tables))
 
@@ -104,6 +108,7 @@ def _steps(group: Any, payload: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def echo(group: Any, payload: Any) -> list[Any]:
+    """Use every collective once and tell where this rank runs."""
     group.emit(["event", group.rank])
     everyone = group.all_gather(group.rank * 10, step="gather")
     group.barrier(step="barrier")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_engram.errors import PlacementError, UsageError
+from pytest_engram.errors import UsageError
 from pytest_engram.model import NumaNode, PlacementPlan, TablePlan, Topology
-from pytest_engram.numa import backing as backings
 from pytest_engram.numa import capacity
 from pytest_engram.numa.capacity import GIB, cgroup_free, check_capacity, default_reserve
-from pytest_engram.numa.populate import populate
 
 
 def topology(*free: int, reclaimable: int = 0, pool: int = 0) -> Topology:
+    """Nodes with that many free bytes."""
     nodes = (
         NumaNode(
             id=number, cpus=(number,), memory_bytes=256 * GIB, free_bytes=size, reclaimable_bytes=reclaimable,
@@ -27,10 +30,12 @@ def topology(*free: int, reclaimable: int = 0, pool: int = 0) -> Topology:
 
 
 def plan(*tables: TablePlan, backing: str = "memfd") -> PlacementPlan:
+    """Tables of one placement."""
     return PlacementPlan(policy="test", backing=backing, tables=tables)
 
 
 def one(mode: str, *nodes: int, weights: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)) -> TablePlan:
+    """One table."""
     return TablePlan(ranks=ranks, mode=mode, nodes=nodes, weights=weights)
 
 
@@ -98,6 +103,7 @@ def test_the_reserve_scales_with_the_table(node: int, table: int, reserve: int) 
 
 
 def group(path: Path, **files: Any) -> None:
+    """A cgroup folder; ``__`` stands for a dot."""
     path.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
         (path / name.replace("__", ".")).write_text(f"{value}\n")
@@ -130,17 +136,34 @@ def test_live_figures_are_plausible() -> None:
     assert (capacity.shm_free() or 0) > 0
 
 
-def test_a_full_tmpfs_is_an_error_not_sigbus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K31: if the room goes after the check, populating says where it ended and the process lives on."""
-    object_ = backings.BACKINGS["tmpfs"]((capacity.shm_free() or 0) + (1 << 30))
-    object_.create()
-    object_.map()
-    monkeypatch.setattr("pytest_engram.numa.populate.CHUNK_BYTES", object_.nbytes)
-    monkeypatch.setattr(backings._syscalls, "madvise", lambda *_: raise_(OSError(14, "madvise: EFAULT (Bad address)")))  # noqa: SLF001
-    with pytest.raises(PlacementError):
-        populate(object_, lambda *_: None, write=True, threads=1)
-    object_.close()
+SMALL = """
+import sys
+from pytest_engram.errors import PlacementError
+from pytest_engram.numa import _syscalls, backing
+from pytest_engram.numa.populate import populate
+backing.SHM = sys.argv[1]
+if sys.argv[2] == "touch":
+    _syscalls.MADV_POPULATE_WRITE = 9999
+table = backing.BACKINGS["tmpfs"](4 << 20)
+table.create()
+table.map()
+try:
+    populate(table, lambda *_: None, write=True)
+except PlacementError as error:
+    print(error.code, error)
+"""
 
 
-def raise_(error: Exception) -> None:
-    raise error
+@pytest.mark.parametrize(("way", "said"), [("madvise", "madvise: EFAULT"), ("touch", "No space left on device")])
+def test_a_full_tmpfs_is_an_error_not_sigbus(tmp_path: Path, way: str, said: str) -> None:
+    """K31: where the room ends after all, on a real tmpfs of 1 MiB, populating says so and the process lives on."""
+    mount = f"mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs {tmp_path}"
+    enter = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount a small tmpfs in a namespace of its own here")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    command = [*enter, sys.executable, "-c", SMALL, str(tmp_path), way]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("cannot-populate populate: ")
+    assert said in result.stdout

@@ -26,6 +26,7 @@ SIZE = 64 * 4096
 
 @pytest.fixture
 def memfd() -> Iterator[Backing]:
+    """A mapped, untouched memfd of 64 pages."""
     backing = BACKINGS["memfd"](SIZE)
     backing.create()
     backing.map()
@@ -34,6 +35,7 @@ def memfd() -> Iterator[Backing]:
 
 
 def audit(backing: Backing, *, offset: int = 0, nbytes: int = SIZE, identity: str | None = None) -> PageDistribution:
+    """Audit a part of the object, by default all of it."""
     return pages.audit_range(
         backing.address + offset, nbytes, rank=0, moment=Moment.LOADED, table=0, identity=identity or backing.identity
     )
@@ -52,7 +54,7 @@ def test_looking_touches_nothing(memfd: Backing) -> None:
 
 def test_partly_resident_tables_are_counted_exactly(memfd: Backing) -> None:
     """Placed and unplaced pages add up to the table; PSS counts only the resident ones."""
-    for page in range(0, 20):
+    for page in range(20):
         memfd.mapped[page * 4096] = 1
     seen = audit(memfd)
     assert (seen.pages, seen.unplaced, seen.covered_bytes) == ({0: 20}, {"ENOENT": 44}, SIZE)
@@ -63,7 +65,7 @@ def test_pages_of_a_peer_are_not_seen_before_they_are_mapped(memfd: Backing) -> 
     """A second mapping sees none of the object's pages until it touches them itself."""
     memfd.mapped[:] = b"\1" * SIZE
     other = BACKINGS["memfd"](SIZE)
-    other.attach({"path": f"/proc/self/fd/{memfd._descriptor}", "identity": memfd.identity})  # noqa: SLF001
+    other.attach({"path": f"/proc/self/fd/{memfd._descriptor}", "identity": memfd.identity})
     other.map()
     assert audit(other).unplaced == {"ENOENT": 64}
     _syscalls.madvise(other.address, SIZE, _syscalls.MADV_POPULATE_READ)
@@ -151,7 +153,7 @@ except PlacementError as error:
 def test_fast_and_plain_counting_agree(numbers: list[int]) -> None:
     """Counting by bytes equals counting one by one, with errors and with nodes above 255 too."""
     status = struct.pack(f"{len(numbers)}i", *numbers)
-    assert pages._count_statuses(status) == collections.Counter(numbers)  # noqa: SLF001
+    assert pages._count_statuses(status) == collections.Counter(numbers)
 
 
 def test_chunks_add_up(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:

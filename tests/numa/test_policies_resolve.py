@@ -12,12 +12,14 @@ from pytest_engram.policies import POLICIES, resolve
 
 
 def node(number: int, *, cpus: tuple[int, ...] = (), memory: int = 64 << 30, gpu: bool = False) -> NumaNode:
+    """A NUMA node with 64 GiB."""
     return NumaNode(
         id=number, cpus=cpus, memory_bytes=memory, free_bytes=memory, reclaimable_bytes=0, distances={}, gpu_memory=gpu
     )
 
 
 def machine(*nodes: NumaNode, sockets: dict[int, tuple[int, ...]] | None = None, **fields: Any) -> Topology:
+    """A topology of those nodes."""
     return Topology(nodes=nodes, sockets=sockets or {}, **fields)
 
 
@@ -40,6 +42,7 @@ ODD = machine(
 
 
 def table(ranks: tuple[int, ...], mode: str, *nodes: int, weights: tuple[int, ...] = ()) -> TablePlan:
+    """An expected table."""
     return TablePlan(ranks=ranks, mode=mode, nodes=nodes, weights=weights)
 
 

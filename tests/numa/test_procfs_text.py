@@ -15,6 +15,7 @@ RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "procfs"
 
 
 def recorded(name: str) -> str:
+    """The text of one fixture."""
     return (RECORDED / name).read_text()
 
 
@@ -82,7 +83,7 @@ def test_smaps_fields_are_not_mixed_up() -> None:
         6144,
         10240,
     )
-    assert (vma.end - vma.start, vma.offset, vma.permissions) == (0x304000 - 0x1000, 0x3000, "rw-s")
+    assert (vma.end - vma.start, vma.offset, vma.permissions) == (0x304000, 0x3000, "rw-s")
     assert vma.path == "/dev/shm/a table (deleted)"
 
 

@@ -20,15 +20,18 @@ STEPS = ("create", "broadcast", "map", "policy", "populate", "barrier", "registe
 
 
 def plan(*, backing: str = "tmpfs", mode: str = "bind", nodes: tuple[int, ...] = (0,)) -> PlacementPlan:
+    """One rank, one table."""
     return PlacementPlan(policy="test", backing=backing, tables=(TablePlan(ranks=(0,), mode=mode, nodes=nodes),))
 
 
 def receipt(result: dict[str, Any], step: str) -> StepReceipt:
+    """The one receipt of a step."""
     (found,) = [one for one in result["receipts"] if one["step"] == step]
     return from_builtins(found, StepReceipt)
 
 
 def distributions(result: dict[str, Any]) -> list[PageDistribution]:
+    """A rank's audits in order."""
     return [from_builtins(one, PageDistribution) for one in result["distributions"]]
 
 
@@ -130,8 +133,8 @@ def test_an_error_at_any_step_is_told_to_all(world: Any, step: str) -> None:
 
 def test_a_hanging_rank_meets_the_deadline(world: Any) -> None:
     """A rank that hangs in a step is named with that step once the deadline is over."""
-    with pytest.raises(PeerError, match=r"rank 1 \(step 'register'\): nothing was heard for 0.5 s") as caught:
-        world("protocol", deadline_s=0.5, deed="hang", step="register", rank=1)
+    with pytest.raises(PeerError, match=r"rank 1 \(step 'register'\): nothing was heard for 1 s") as caught:
+        world("protocol", deadline_s=1, deed="hang", step="register", rank=1)
     assert caught.value.code == "peer-deadline"
     assert world.told == {0: str(caught.value)}
     assert world.survivors == []

@@ -68,15 +68,14 @@ def test_a_rank_that_skips_a_collective_is_an_error(world: Any) -> None:
 
 def test_a_silent_rank_meets_the_deadline(world: Any) -> None:
     """A rank that sleeps is named although the others never wait in a collective."""
-    with pytest.raises(PeerError, match="rank 1 .step 'start'.: nothing was heard for 1.5 s; expected") as caught:
-        world("fail", how="sleep", busy=True, deadline_s=1.5)
+    with pytest.raises(PeerError, match=r"rank 1 \(step 'start'\): nothing was heard for 1 s; expected") as caught:
+        world("fail", how="sleep", busy=True, deadline_s=1)
     assert world.told == {0: str(caught.value)}
 
 
-def test_the_deadline_covers_silence_not_work(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_covers_silence_not_work(world: Any) -> None:
     """Long work with check() between its pieces outlives the deadline; nobody is blamed."""
-    monkeypatch.setattr(LocalGroup, "__init__", LocalGroup.__init__)
-    assert min(world("patient", seconds=2.5, deadline_s=1.5)) >= 2.0
+    assert world("patient", seconds=2, deadline_s=1)[0] >= 2
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGINT])
@@ -133,6 +132,7 @@ def test_a_rank_notices_that_the_launcher_is_gone() -> None:
         group.barrier(step="lonely")
     with pytest.raises(EngramError, match="the launcher is gone"):
         group.check()
+    theirs.close()
 
 
 def test_frames_survive_any_split() -> None:

@@ -207,10 +207,10 @@ FAULTS: dict[str, tuple[ReferenceBackend, set[str]]] = {
         _with_hasher(bind=lambda self, _: setattr(self, "_cache", _Everlasting(64))), {"fresh-instance", "rebind"},
     ),
     "dummies are row 0": (
-        _with_hasher(dummy=lambda self, n: (np.zeros((n, 2, 24), np.int32), np.zeros(n, bool))), {"dummy-batch"},
+        _with_hasher(dummy=lambda _, n: (np.zeros((n, 2, 24), np.int32), np.zeros(n, bool))), {"dummy-batch"},
     ),
     "dummies are kept": (
-        _with_hasher(dummy=lambda self, n: (np.full((n, 2, 24), -1, np.int32), np.ones(n, bool))), {"dummy-batch"},
+        _with_hasher(dummy=lambda _, n: (np.full((n, 2, 24), -1, np.int32), np.ones(n, bool))), {"dummy-batch"},
     ),
     "an empty batch is one token": (
         _with_hash(lambda layout, batch, *rest: hash_ids(layout, batch, *rest) if len(batch.token_ids) else

@@ -107,7 +107,7 @@ def _odd_counts(shard: TableShard, ids: Any, out: Any, _: Any) -> None:
 def _gate_by(*, eps: float = 1e-20, clamp: float = 1e-6, signed: bool = True) -> Callable[..., Any]:
     """The gate with other constants, in float64."""
 
-    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
+    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
         h, k = hidden.astype(np.float64), key.astype(np.float64)
         rms = [np.sqrt((each * each).mean(-1) + eps) for each in (h, k)]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -140,17 +140,17 @@ FAULTS: dict[str, tuple[ReferenceBackend, set[str]]] = {
     ),
     "strides ignored": (_with_lookup(_stride_blind), {"strided-ids"}),
     "32-bit addresses": (_with_lookup(_narrow), {"wide-addresses"}),
-    "spare rows are owned": (_with_lookup(lambda s, i, o, _: _oracle(s, i, o, end=s.start + len(s.weight))), {"spare-rows"}),
+    "spare rows are owned": (
+        _with_lookup(lambda s, i, o, _: _oracle(s, i, o, end=s.start + len(s.weight))), {"spare-rows"},
+    ),
     "a lone last tile is dropped": (_with_lookup(_odd_counts), {"token-counts"}),
-
-
 
     "the root has no sign": (_with_gate(_gate_by(signed=False)), {"gate"}),
     "no clamp": (_with_gate(_gate_by(clamp=0)), {"gate-clamp"}),
     "eps 1e-6": (_with_gate(_gate_by(eps=1e-6)), {"gate-epsilon"}),
     "no eps": (_with_gate(_gate_by(eps=0)), {"gate-epsilon"}),
     "masked tokens pass the gate": (
-        _with_gate(lambda h, k, v, q, n, keep: gated_residual(h, k, v, q, n)), {"gate-closed"},
+        _with_gate(lambda h, k, v, q, n, _: gated_residual(h, k, v, q, n)), {"gate-closed"},
     ),
     "masked tokens are zeroed": (
         _with_gate(lambda h, k, v, q, n, keep: gated_residual(h, k, v, q, n) * keep[:, None]), {"gate-closed"},

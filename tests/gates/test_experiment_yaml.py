@@ -1,0 +1,194 @@
+"""Experiments are read strictly: every mistake is named with its line before anything is measured."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pytest_engram import experiment
+from pytest_engram.errors import UsageError
+from pytest_engram.experiment_rules import RULE_LISTS
+from pytest_engram.model import Claim
+
+FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "experiments"
+B1 = (FOLDER / "B1.yaml").read_text()
+A3 = (FOLDER / "A3.yaml").read_text()
+
+
+def _load(text):
+    return experiment.load_text(text, "some.yaml")
+
+
+def _line_of(text, needle):
+    return 1 + text[: text.index(needle)].count("\n")
+
+
+def _refused(text, needle=None):
+    """The error of a text; with ``needle`` its line must be the one that the message names."""
+    with pytest.raises(UsageError) as caught:
+        _load(text)
+    assert caught.value.code == "bad-experiment"
+    assert caught.value.expected
+    if needle:
+        assert f"some.yaml:{_line_of(text, needle)}:" in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_suites_own_experiments_load():
+    """All six load, with the claims, variables and requirements that the method fixes."""
+    found = experiment.load_all(FOLDER)
+    assert {e.id: (e.variable, e.claim) for e in found.values()} == {
+        "A1": ("policy", Claim.CHARACTERISES), "A2": ("policy", Claim.CHARACTERISES),
+        "A3": ("policy", Claim.IMPROVES), "B1": ("submission", Claim.IMPROVES),
+        "B2": ("cap", Claim.CHARACTERISES), "patch": ("backend", Claim.IMPROVES),
+    }  # fmt: skip
+    assert found["A3"].requires == ("A1", "B1")
+    assert found["B2"].engines == ("cuda",)
+    assert all(e.why and e.direction_note and e.source.endswith(f"{e.id}.yaml") for e in found.values())
+    assert all(getattr(e, name) for e in found.values() for name in RULE_LISTS)
+
+
+def test_b1_fits_a_small_machine():
+    """The default B1 keeps its own floor (load and cool-down) below half a minute per ten runs."""
+    b1 = experiment.load(FOLDER / "B1.yaml")
+    assert (b1.cooldown_s + b1.serving.requests / b1.serving.rate) * 3 * b1.blocks < 45
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("blocks: 8", "blokcs: 8", "'blocks'?"),
+        ("  hidden: 256", "  hiden: 256", "'hidden'?"),
+        ("blocks: 8", "blocks: 8\nblocks: 9", "key given twice"),
+        ("blocks: 8", "blocks: many", "a whole number"),
+        ("blocks: 8", "blocks: 8.0", "a whole number"),
+        ("blocks: 8", "blocks: 010", "does not read as decimal"),
+        ("blocks: 8", "blocks: 1:30", "does not read as decimal"),
+        ("blocks: 8", "blocks: 5", "at least 6"),
+        ("alpha: 0.025", "alpha: 25e-3x", "a number"),
+        ("alpha: 0.025", "alpha: 0.5", "up to 0.05"),
+        ("alpha: 0.025", "alpha: 0", "above 0"),
+        ("alpha: 0.025", "alpha: .nan", "finite"),
+        ("aa_level: 0.01", "aa_level: 0", "two-sided"),
+        ("cooldown_s: 0.1", "cooldown_s: -1", "at least 0"),
+        ("claim: improves", "claim: wins", "improves, characterises"),
+        ("claim: improves", "claim: on", "truth value"),
+        ("subject: suite loop", "subject: my server", "served engine"),
+        ("unit: replay", "unit: minute", "allocation"),
+        ("variable: submission", "variable: weather", "policy, submission, cap, backend"),
+        ("direction: down, margin: 0.05", "direction: down, margin: -0.05", "a share"),
+        ("direction: down, margin: 0.05", "direction: up, margin: 0.05", "where good lies"),
+        ("metric: main_compute", "metric: main_computer", "one of: lookup"),
+        ("metric: main_compute", "metric: main_compute@1", "NAME@RANK"),
+        ("prompt_tokens: [8, 24]", "prompt_tokens: [24, 8]", "least, most"),
+        ("prompt_tokens: [8, 24]", "prompt_tokens: [8]", "expected 2"),
+        ("prompt_tokens: [8, 24]", "prompt_tokens: 8", "a list"),
+        ("engram_layers: [1, 6]", "engram_layers: [1, 8]", "below 8"),
+        ("reuse: low-reuse", "reuse: cold", "low-reuse or repeated"),
+        ("arrivals: poisson", "arrivals: bursty", "poisson or fixed"),
+        ("rate: 100.0", "rate: 0", "above 0"),
+        ("ttft_ms: 60.0", "ttft_ms: 0", "above 0"),
+        ("B: {submission: early}", "B: {submission: soon}", "early or at_consumption"),
+        ("B: {submission: early}", "B: {submission: early, cap: 8}", "second changed variable"),
+        ("B: {submission: early}", "B: {cap: 8}", "second changed variable"),
+        ("B: {submission: early}", "B: {}", "submission missing"),
+        ("B: {submission: early}", "B: {submission: at_consumption}", "same as A"),
+        ("B: {submission: early}", "B: {cpu_offload: false}", "moves the weights"),
+        ("B: {submission: early}", "B: {submission: early, grid: foreground}", "background grid"),
+        ("hold: {policy: default", "hold: {submission: early, policy: default", "held and changed"),
+        ("hold: {policy: default", "hold: {policy: bind", "bind:N"),
+        ("hold: {policy: default", "hold: {weather: fine, policy: default", "unknown setting"),
+        ("hold: {policy: default", "hold: {policy: off", "truth value"),
+        ("unit: replay", "unit: replay\npositive_control: true", "placement only"),
+        ("unit: replay", "unit: replay\nengines: [tpu]", "cpu, cuda"),
+        ("unit: replay", "unit: replay\nrequires: [B1]", "itself"),
+        ("ranks: 1", "ranks: 0", "at least 1"),
+        ("ranks: 1", "ranks: true", "a whole number"),
+        ("id: B1", "id: B 1", "letters"),
+        ("id: B1", "id: 1", "text"),
+        ("id: B1", "source: elsewhere", "unknown key"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_refused_with_its_line(old, new, says):
+    """Each mistake names file, line, what was seen and what is expected."""
+    assert old in B1
+    text = B1.replace(old, new, 1)
+    message = _refused(text, new.rpartition("\n")[2].strip() if "\n" in new else new)
+    assert says in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "says"),
+    [
+        ("margin: 0.05", "margin: 0", "  - {metric: main_compute", "never be shown"),
+        ("metric: ttft_p99", "metric: ttft_p95", "  - {metric: itl_p95", "given twice"),
+        ("requests: 120", "requests: 90", "  - {metric: itl_p95", "90 samples planned; expected at least 100"),
+        ("  B: {submission", '  "A\'": {submission', "arms:", "A' is added here"),
+    ],
+)
+def test_a_contradiction_is_refused_at_one_of_its_ends(old, new, line, says):
+    """What contradicts another place is named at the entry that cannot hold."""
+    message = _refused(B1.replace(old, new, 1))
+    found = int(re.search(r"some\.yaml:(\d+)", message)[1])
+    assert abs(found - _line_of(B1, line)) <= 1
+    assert says in message
+
+
+def test_a_missing_key_is_named():
+    """The keys that are missing are listed, at the mapping that lacks them."""
+    assert "blocks missing" in _refused(B1.replace("blocks: 8\n", ""))
+    assert "slo missing" in _refused(re.sub(r"  slo: .*\n", "", B1))
+
+
+def test_refused_baseline_of_a3():
+    """Unsharing the table is no private-copy baseline."""
+    assert "private-copy" in _refused(A3.replace('{policy: "bind:0"}', "{dp_shared_memory: false}"))
+
+
+def test_a_placement_needs_fresh_allocations():
+    """Pages are placed once per allocation, so a replay cannot be the unit of a placement experiment."""
+    assert "allocation" in _refused(A3.replace("unit: allocation", "unit: replay"))
+
+
+def test_holm_must_be_reachable():
+    """Too few blocks for the number of tests that share the level is refused, with the number that would do."""
+    text = (FOLDER / "B2.yaml").read_text().replace("blocks: 9", "blocks: 8")
+    assert "at least 9" in _refused(text)
+
+
+def test_an_improvement_needs_all_gates():
+    """`claim: improves` without an end-to-end metric could only ever pass on a mechanism."""
+    text = B1.replace("end_to_end:\n  - {metric: goodput, direction: up, margin: 0.0}\n", "end_to_end: []\n")
+    assert "five gates" in _refused(text)
+
+
+def test_served_metrics_need_a_load():
+    """Goodput without a serving section is refused."""
+    assert "without a load" in _refused(B1[: B1.index("serving:")])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "a: [", "just words", "\ta: b"])
+def test_text_that_is_no_mapping(text):
+    """Empty files, lists, broken YAML: one sentence, no traceback."""
+    _refused(text)
+
+
+def test_settings_keep_their_types():
+    """A cap of null stays None and a cap of 8 a number; numbers for float fields become floats."""
+    b2 = experiment.load(FOLDER / "B2.yaml")
+    assert b2.arms["A"] == {"cap": None}
+    assert b2.arms["B8"] == {"cap": 8}
+    assert isinstance(_load(B1.replace("rate: 100.0", "rate: 100")).serving.rate, float)
+
+
+def test_files_and_folders(tmp_path):
+    """Folders are read in order of their names; a second id, an unreadable path and an empty folder are refused."""
+    (tmp_path / "one.yaml").write_text(B1)
+    assert list(experiment.load_all(tmp_path)) == ["B1"]
+    with pytest.raises(UsageError, match=r"is taken by .*one\.yaml"):
+        experiment.load_all([tmp_path, tmp_path / "one.yaml"])
+    with pytest.raises(UsageError, match="No such file"):
+        experiment.load_all([tmp_path / "two.yaml"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no experiment"):
+        experiment.load_all(tmp_path / "empty")

@@ -1,0 +1,82 @@
+"""What only a kernel with several memory nodes can show; skipped elsewhere, run in the multi-node guest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_engram.model import Moment, PlacementPlan, TablePlan
+from pytest_engram.numa import _syscalls, capacity
+from pytest_engram.numa.group import SoloGroup
+from pytest_engram.numa.table import SharedTable, build_table
+
+NODES = [node.id for node in capacity.live_memory().memory_nodes if node.cpus]
+pytestmark = pytest.mark.skipif(len(NODES) < 2, reason="one memory node: nothing can be elsewhere")
+PAGES = 512
+
+
+def build(mode: str, *nodes: int, backing: str = "tmpfs", order: str = "placed") -> SharedTable:
+    """A table of 512 pages in this process."""
+    plan = TablePlan(ranks=(0,), mode=mode, nodes=nodes)
+    placement = PlacementPlan(policy="test", backing=backing, tables=(plan,))
+    return build_table(SoloGroup(), placement, PAGES * 4096, order=order)
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "anon-thp"])
+def test_pages_lie_on_the_bound_node(backing: str) -> None:
+    """Either node can be chosen; every page lies there, wherever the toucher runs."""
+    for node in NODES[:2]:
+        table = build("bind", node, backing=backing)
+        assert table.distributions[0].pages == {node: PAGES}
+        table.close()
+
+
+def test_interleave_is_half_and_half() -> None:
+    """Page by page over two nodes."""
+    table = build("interleave", *NODES[:2])
+    assert table.distributions[0].pages == dict.fromkeys(NODES[:2], PAGES // 2)
+    table.close()
+
+
+def test_a_late_policy_is_shown_but_moves_nothing() -> None:
+    """K15: mbind after the touch returns 0 and numa_maps shows it; the audit says where the pages really are."""
+    first = build("default")
+    (home,) = first.distributions[0].pages
+    first.close()
+    other = next(node for node in NODES if node != home)
+    late = build("bind", other, order="stock")
+    assert late.distributions[0].policy_text == f"bind:{other}"
+    assert late.distributions[0].pages == {home: PAGES}
+    late.close()
+
+
+def test_peers_on_another_node_do_not_move_the_table(world: Any) -> None:
+    """Every rank's audit gives the leader's placement at every moment, and the ranks' PSS adds up to one table."""
+    results = world("protocol", ranks=2, nodes=[NODES[1]], deadline_s=120)
+    for result in results:
+        assert [audit["pages"] for audit in result["distributions"]] == [{str(NODES[1]): 768}] * 3
+    assert sum(result["distributions"][-1]["pss_bytes"] for result in results) == 768 * 4096
+
+
+def test_one_table_per_node_in_lock_step(world: Any) -> None:
+    """Two groups with one node each: every rank's table lies on its own node."""
+    results = world("protocol", ranks=2, groups=[[0], [1]], nodes=NODES[:2], spread=True, deadline_s=120)
+    assert [result["distributions"][0]["pages"] for result in results] == [{str(node): 768} for node in NODES[:2]]
+
+
+def test_moving_a_page_is_seen_by_the_audit() -> None:
+    """Negative control of the audit: one page moved on purpose is one page elsewhere."""
+    table = build("default", backing="anon-thp")
+    (home,) = table.distributions[0].pages
+    other = next(node for node in NODES if node != home)
+    assert _syscalls.move_pages([table.address], [other]) == [other]
+    moved = table.audit(Moment.REPLAYED).pages
+    assert moved[other] >= 1
+    assert sum(moved.values()) == PAGES
+    table.close()
+
+
+def test_the_probe_covers_every_node() -> None:
+    """A scratch page can be bound to each allowed node, and lies there."""
+    assert _syscalls.probe_mbind(tuple(NODES)) is None
