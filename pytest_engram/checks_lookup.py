@@ -73,7 +73,7 @@ def bounds(probe: Probe) -> Finding | None:
     wanted = np.array(ids, dtype=np.int32).reshape(4, _HEADS)
     for start in (100, 0):
         weight, scales = _content(probe, 50)
-        weight[[0, -1]], scales[[0, -1]] = _NAN_CODE, 255  # zero times a row that must not be read is not zero
+        weight[[0, -1]], scales[[0, -1]] = 0x7E, 255  # infinite: zero times a row that must not be read is not zero
         shard = probe.shard(weight, scales, heads=_HEADS, start=start)
         if found := probe.rows_differ(shard, wanted - np.int32(100 - start) * (wanted > 0)):
             return replace(found, detail=f"rows [{start}, {start + 50}): {found.detail}")

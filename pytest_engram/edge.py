@@ -128,7 +128,7 @@ class Edge:
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Say the gate's own word where pytest would say passed or failed."""
-        gate = dict(report.user_properties).get(GATE_PROPERTY)
+        gate = dict(getattr(report, "user_properties", ())).get(GATE_PROPERTY)  # a collection report has none
         if gate is None or report.when != "call":
             return None
         category = "failed" if report.failed else "skipped" if report.skipped else "passed"

@@ -9,7 +9,7 @@ from pytest_engram import ledger
 from pytest_engram.errors import UsageError
 
 BLOCK = 32  # values that share one ue8m0 scale byte
-WARPS = 4  # 128 threads hold a tile of 16 × 256 bytes as two 16-byte loads each
+WARPS = 8  # 256 threads hold a tile of 16 × 256 bytes as one 16-byte load each
 _INTERPRETER_SMS = 4  # the interpreter's machine is imaginary, its grid is not
 
 

@@ -11,7 +11,60 @@ from pytest_engram.experiment_rules import RULE_LISTS
 from pytest_engram.model import Claim
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "experiments"
-B1 = (FOLDER / "B1.yaml").read_text()
+B1 = """\
+id: B1
+title: submit the lookups early against at their consumers
+why: >
+  The lookup is issued on its own stream as soon as the hashes are ready.  If its rows are there before the consuming
+  layer arrives, the wait disappears; if the main compute pays for it, nothing is gained.
+claim: improves
+subject: suite loop
+variable: submission
+arms:
+  A: {submission: at_consumption}
+  B: {submission: early}
+hold: {policy: default, backing: tmpfs, cap: null, grid: background}
+direction_note: exposed wait shrinks; main compute stays within 5 %; goodput rises at the same limits and load
+unit: replay
+ranks: 1
+blocks: 8
+cooldown_s: 0.1
+aa_level: 0.01
+alpha: 0.025
+mechanism:
+  - {metric: exposed_wait, direction: down, margin: 0.0}
+no_offset:
+  - {metric: main_compute, direction: down, margin: 0.05}
+end_to_end:
+  - {metric: goodput, direction: up, margin: 0.0}
+guards:
+  - {metric: rejection_rate, direction: down, margin: 0.01}
+  - {metric: ttft_p95, direction: down, margin: 0.02}
+  - {metric: ttft_p99, direction: down, margin: 0.02}
+  - {metric: itl_p95, direction: down, margin: 0.02}
+  - {metric: itl_p99, direction: down, margin: 0.02}
+workload:
+  hidden: 256
+  layers: 8
+  engram_layers: [1, 6]
+  tokens: 64
+  steps: 24
+  warmup: 4
+  rows: 0
+  reuse: low-reuse
+  gemms_per_layer: 2
+serving:
+  rate: 100.0
+  requests: 120
+  prompt_tokens: [8, 24]
+  output_tokens: [3, 5]
+  slo: {ttft_ms: 60.0, itl_ms: 20.0}
+  max_batch_tokens: 64
+  max_running: 16
+  max_waiting: 64
+  timeout_s: 10.0
+  arrivals: poisson
+"""
 A3 = (FOLDER / "A3.yaml").read_text()
 
 

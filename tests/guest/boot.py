@@ -173,7 +173,7 @@ def boot(machine: Machine, command: list[str], out: Path, *, timeout: float, cwd
     (out / "keep").write_text("".join(f"{place}\n" for place in below_tmp(cwd, sys.prefix, sys.base_prefix)))
     memory = sum(node.mib for node in machine.nodes)
     qemu = [
-        "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max", "-smp", str(machine.cpus),
+        "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max", "-smp", f"{machine.cpus},sockets={machine.cpus}",
         "-m", f"{memory}M", "-display", "none", "-vga", "none", "-nodefaults", "-no-reboot", "-serial", "stdio",
         "-device", "isa-debug-exit,iobase=0xf4,iosize=0x04",
         "-kernel", str(kernel), "-initrd", str(initramfs), "-append", f"console=ttyS0 {QUIET}",

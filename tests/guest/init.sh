@@ -18,6 +18,7 @@ mount -t sysfs sys /host/sys
 mount -t devtmpfs dev /host/dev
 mount --bind /host/tmp /under
 for place in tmp run dev/shm mnt; do
+    [ -d /host/$place ] || mkdir -p /host/$place
     mount -t tmpfs tmpfs /host/$place
 done
 mkdir -p /host/mnt/out
