@@ -12,11 +12,14 @@ from pytest_engram.backends.protocol import Backend, TableShard
 from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, ids_differ, rows_differ, source_rows
 from pytest_engram.checks_hash import HASH_CASES
 from pytest_engram.checks_lookup import LOOKUP_CASES
+from pytest_engram.checks_prefetch import PREFETCH_CASES
+from pytest_engram.checks_slots import SLOT_CASES
+from pytest_engram.checks_storage import STORAGE_CASES
 from pytest_engram.hashing import DEAD_ID, EngramLayout, HashBatch, hash_ids
 from pytest_engram.model import CorrectnessSample
 from pytest_engram.rows import synthetic_at
 
-CASES: tuple[Case, ...] = (*HASH_CASES, *LOOKUP_CASES)
+CASES: tuple[Case, ...] = (*HASH_CASES, *SLOT_CASES, *LOOKUP_CASES, *PREFETCH_CASES, *STORAGE_CASES)
 
 RowSource = Callable[[int, Any], tuple[Any, Any]]  # (layer index, rows int64 [n]) -> (weight u8, scales u8)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from pytest_engram.backends.arrays import bf16_buffer, place, to_numpy
 from pytest_engram.backends.protocol import Backend, Hasher, Launch, TableShard
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, hash_ids, synthetic_token_map
 from pytest_engram.rows import decode_rows, lookup_rows, same_bits
@@ -63,23 +64,21 @@ class Probe:
         return ids_differ(seen, self.ids(batch) if expected is None else expected, self.layout)
 
     def place(self, array: Any) -> Any:
-        """A numpy array as this engine's backends take it; strides of a later slice are kept."""
-        if self.engine == "cpu":
-            return array
-        import torch  # noqa: PLC0415 - only the CUDA engine has torch
-
-        return torch.from_numpy(array).cuda()
+        """A numpy array, of any stride, as this engine's backends take it."""
+        return place(array, self.engine)
 
     def shard(self, weight: Any, scales: Any, *, heads: int, start: int = 0, end: int | None = None) -> TableShard:
         """A shard of all ``heads`` columns whose rows start at hash id ``start``."""
         last = start + len(weight) if end is None else end
         return TableShard(weight, scales, start, last, 0, heads, heads)
 
+    def placed(self, shard: TableShard) -> TableShard:
+        """A numpy shard as this engine's backends take it."""
+        return replace(shard, weight=self.place(shard.weight), scales=self.place(shard.scales))
+
     def lookup(self, shard: TableShard, ids: Any, cap: int | None = None) -> tuple[Any, Launch]:
         """(rows u16 [T, local_heads, dim], launch) through the backend; ``shard`` and ``ids`` as placed arrays."""
-        shape = (ids.shape[0], shard.local_heads, shard.weight.shape[1])
-        out = self.place(np.full(shape, _UNWRITTEN, dtype=np.uint16).view(np.int16))
-        out = out.view(np.uint16) if self.engine == "cpu" else out.view(_bfloat16())
+        out = bf16_buffer((ids.shape[0], shard.local_heads, shard.weight.shape[1]), _UNWRITTEN, self.engine)
         launch = self.backend.lookup(shard, ids, out, cap=cap)
         return to_numpy(out), launch
 
@@ -87,18 +86,8 @@ class Probe:
         """Look up ``ids`` (numpy, any stride) in a numpy shard with the backend and with the oracle."""
         expected = np.empty((len(ids), shard.local_heads, shard.weight.shape[1]), dtype=np.uint16)
         lookup_rows(shard, ids, expected)
-        placed = _replace(shard, self.place(shard.weight), self.place(shard.scales))
-        seen, _ = self.lookup(placed, self.place_strided(ids), cap)
+        seen, _ = self.lookup(self.placed(shard), self.place(ids), cap)
         return rows_differ(seen, expected, ids, head_start=shard.head_start)
-
-    def place_strided(self, ids: Any) -> Any:
-        """Place the array that ``ids`` is a view of and cut the same view out of it."""
-        if self.engine == "cpu":
-            return ids
-        placed = self.place(np.ascontiguousarray(ids))
-        wide = placed.new_empty((placed.shape[0], 2 * placed.shape[1]))
-        wide[:, ::2] = placed
-        return placed if ids.flags.c_contiguous else wide[:, ::2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,32 +152,6 @@ def source_rows(source: Callable[[Any], tuple[Any, Any]], ids: Any, rows: int, d
     return expected
 
 
-def to_numpy(array: Any) -> Any:
-    """A numpy array of a backend's answer; bf16 tensors become u16 bit patterns."""
-    if isinstance(array, np.ndarray):
-        return array
-    tensor = array.detach().cpu()
-    if "bfloat16" in str(tensor.dtype):
-        return tensor.view(_int16()).numpy().view(np.uint16)
-    return tensor.numpy()
-
-
-def _replace(shard: TableShard, weight: Any, scales: Any) -> TableShard:
-    return TableShard(weight, scales, shard.start, shard.end, shard.head_start, shard.local_heads, shard.total_heads)
-
-
 def _bits(value: Any) -> str:
     number = np.array([int(value) << 16], dtype=np.uint32).view(np.float32)[0]
     return f"0x{int(value):04x} ({number:g})"
-
-
-def _bfloat16() -> Any:
-    import torch  # noqa: PLC0415 - only the CUDA engine has torch
-
-    return torch.bfloat16
-
-
-def _int16() -> Any:
-    import torch  # noqa: PLC0415 - only a torch backend gets here
-
-    return torch.int16

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from pytest_engram import ledger
+from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, rows_differ, to_numpy
+from pytest_engram.checks_case import Case, Finding, Probe, rows_differ
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard
 from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
 
 _DIM = 256
 _HEADS = 3
-_NAN_CODE = 0x7F
 _GATE_TOLERANCE = 3e-5  # float32 sums of 5,120 terms, then a square root; a wrong clamp moves results by 1e-4
 
 
@@ -35,7 +35,7 @@ def background(probe: Probe) -> Finding | None:
     for cap in (1, 3, 64):
         if found := probe.rows_differ(shard, ids, cap):
             return replace(found, detail=f"cap {cap}: {found.detail}")
-        _, seen = probe.lookup(_placed(probe, shard), probe.place(ids), cap)
+        _, seen = probe.lookup(probe.placed(shard), probe.place(ids), cap)
         made = ledger.launch(41, _HEADS, cap)
         if (seen.rows, seen.tiles) != (made.rows, made.tiles) or not 1 <= seen.grid <= made.grid:
             return Finding(detail=f"launch under cap {cap}", expected=str(made), seen=str(seen))
@@ -44,27 +44,33 @@ def background(probe: Probe) -> Finding | None:
 
 def every_code(probe: Probe) -> Finding | None:
     """Every finite FP8 code, −0.0 and subnormals among them, under scale bytes 20 … 240."""
-    return _codes(probe, probe.rng.choice(np.arange(20, 241), 12), nan=False)
+    return _codes(probe, probe.rng.choice(np.arange(20, 241), 12))
 
 
 def scale_zero(probe: Probe) -> Finding | None:
     """Scale byte 0 gives 0.0 with the value's sign, not 2^−127."""
-    return _codes(probe, [0], nan=False)
+    return _codes(probe, [0])
 
 
 def scale_255(probe: Probe) -> Finding | None:
     """Scale byte 255 gives infinity (and NaN for zero values), not NaN throughout."""
-    return _codes(probe, [255], nan=False)
+    return _codes(probe, [255])
 
 
 def scale_extremes(probe: Probe) -> Finding | None:
-    """Scale bytes 1 and 254: subnormal results are kept, 448 × a large scale overflows to infinity."""
-    return _codes(probe, [1, 2, 9, 246, 253, 254], nan=False)
+    """Scale bytes 1, 2 and 9: results below 2^−126 are kept, not flushed."""
+    return _codes(probe, [1, 2, 9])
+
+
+def scale_large(probe: Probe) -> Finding | None:
+    """Scale bytes 246 … 254: what exceeds bf16, such as 448 × 2^127, becomes infinity."""
+    return _codes(probe, [246, 253, 254])
 
 
 def nan_codes(probe: Probe) -> Finding | None:
     """The two FP8 NaN codes stay NaN under every scale."""
-    return _codes(probe, [0, 1, 127, 254, 255], nan=True)
+    codes = np.where(np.arange(_DIM) % 5 == 0, 0x38, np.where(np.arange(_DIM) % 2, 0x7F, 0xFF))
+    return _codes(probe, [0, 1, 127, 254, 255], codes.astype(np.uint8))
 
 
 def bounds(probe: Probe) -> Finding | None:
@@ -107,7 +113,7 @@ def shards_assemble(probe: Probe) -> Finding | None:
     expected = np.empty((3, 24, _DIM), dtype=np.uint16)
     lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
     parts = [_cut(weight, scales, head_shard(primes, 5, rank), 24) for rank in range(5)]
-    outputs = [probe.lookup(_placed(probe, part), probe.place(ids))[0] for part in parts]
+    outputs = [probe.lookup(probe.placed(part), probe.place(ids))[0] for part in parts]
     return rows_differ(np.concatenate(outputs, axis=1)[:, :24], expected, ids)
 
 
@@ -192,19 +198,15 @@ def _table(probe: Probe, rows: int) -> TableShard:
     return probe.shard(*_content(probe, rows), heads=_HEADS)
 
 
-def _placed(probe: Probe, shard: TableShard) -> TableShard:
-    return replace(shard, weight=probe.place(shard.weight), scales=probe.place(shard.scales))
-
-
 def _drawn(probe: Probe, shard: TableShard, tokens: int) -> Any:
     return probe.rng.integers(shard.start, shard.end, (tokens, shard.total_heads), dtype=np.int32)
 
 
-def _codes(probe: Probe, scale_bytes: Any, *, nan: bool) -> Finding | None:
-    """One row per scale byte; each row holds all 256 value codes, in which NaN codes stand or are replaced."""
-    codes = np.arange(_DIM, dtype=np.uint8)
-    if not nan:
-        codes[(codes & 0x7F) == _NAN_CODE] -= 1
+def _codes(probe: Probe, scale_bytes: Any, codes: Any = None) -> Finding | None:
+    """One row of ``codes`` per scale byte; by default all 256 value codes, 448 in the NaN codes' place."""
+    if codes is None:
+        codes = np.arange(_DIM, dtype=np.uint8)
+        codes[(codes & 0x7F) == 0x7F] -= 1
     weight = np.tile(codes, (len(scale_bytes), 1))
     scales = np.repeat(np.asarray(scale_bytes, dtype=np.uint8)[:, None], _DIM // 32, axis=1)
     shard = probe.shard(weight, scales, heads=1)
@@ -260,6 +262,7 @@ LOOKUP_CASES = (
     Case("scale-byte-0", "L2", "lookup", scale_zero),
     Case("scale-byte-255", "L2", "lookup", scale_255),
     Case("scale-extremes", "L2", "lookup", scale_extremes),
+    Case("scale-large", "L2", "lookup", scale_large),
     Case("nan-codes", "L2", "lookup", nan_codes),
     Case("bounds", "L3", "lookup", bounds, compact=True),
     Case("padded-heads", "L4", "shards", padded_heads, compact=True),

@@ -130,13 +130,14 @@ def row_number(weight: Bytes) -> NDArray[np.int64]:
     return numbers
 
 
-def gated_residual(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, *, keep: Any = None) -> Any:
-    """hidden + sigmoid(signed sqrt of the normalised dot product) × value, on numpy or torch arrays (L11).
+def gated_residual(
+    hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, *, keep: Any = None, xp: Any = np
+) -> Any:
+    """hidden + sigmoid(signed sqrt of the normalised dot product) × value (L11), on arrays of module ``xp``.
 
     ``hidden``, ``key``, ``value`` float [T, D]; ``query_norm``, ``key_norm`` float [D]; ``keep`` bool [T] shuts the
-    gate where False, so those hidden states pass unchanged.  eps 1e-20, clamp 1e-6.
+    gate where False, so those hidden states pass unchanged.  eps 1e-20, clamp 1e-6; ``xp`` is numpy or torch.
     """
-    xp = np if isinstance(hidden, np.ndarray) else _torch()
     dim = hidden.shape[-1]
     hidden_rms, key_rms = (xp.sqrt((each * each).sum(-1) / dim + 1e-20) for each in (hidden, key))
     dot = (hidden * query_norm * key_norm * key).sum(-1) / hidden_rms / key_rms / dim**0.5
@@ -145,12 +146,6 @@ def gated_residual(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm:
     if keep is not None:
         gate = gate * keep
     return hidden + gate[..., None] * value
-
-
-def _torch() -> Any:
-    import torch  # noqa: PLC0415 - the oracle of numpy arrays must not need torch
-
-    return torch
 
 
 def _bad(seen: str, expected: str) -> UsageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ import numpy as np
 
 from pytest_engram import ledger
 from pytest_engram.backends.protocol import Launch, TableShard
+from pytest_engram.engines.protocol import Engine, EngineSetup
 from pytest_engram.errors import UsageError
+from pytest_engram.gpu.registration import Cudart, register
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids
+from pytest_engram.model import PlacementPlan, TablePlan
+from pytest_engram.numa.group import Group
+from pytest_engram.numa.table import SharedTable, build_table
 from pytest_engram.rows import gated_residual, lookup_rows
 
 _PACKAGE = Path(__file__).parents[1]
@@ -24,7 +30,7 @@ class ReferenceBackend:
 
     name = "reference"
     engines = frozenset({"cpu", "cuda"})
-    capabilities = frozenset({"hash", "slot-cache", "lookup", "shards", "gate"})
+    capabilities = frozenset({"hash", "slot-cache", "lookup", "shards", "gate", "prefetch", "storage"})
 
     def __init__(self) -> None:
         self.differences: dict[str, str] = {}
@@ -51,7 +57,20 @@ class ReferenceBackend:
 
     def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
         """See the protocol; numpy and torch arrays alike."""
-        return gated_residual(hidden, key, value, query_norm, key_norm, keep=keep)
+        xp = np if isinstance(hidden, np.ndarray) else import_module("torch")
+        return gated_residual(hidden, key, value, query_norm, key_norm, keep=keep, xp=xp)
+
+    def prefetch(self, setup: EngineSetup) -> Engine:
+        """The suite's own CPU engine, whose lookups and gates are those of ``setup.backend``."""
+        from pytest_engram.engines.cpu import CpuEngine  # noqa: PLC0415 - only these cases need an engine
+
+        return CpuEngine(setup)
+
+    def storage(self, group: Group, nbytes: int, cudart: Cudart, *, backing: str = "tmpfs") -> SharedTable:
+        """One rank's part of a table that all ranks of ``group`` share, registered through ``cudart``."""
+        tables = (TablePlan(ranks=tuple(range(group.size)), mode="default", nodes=()),)
+        plan = PlacementPlan(policy="shared", backing=backing, tables=tables)
+        return build_table(group, plan, nbytes, register=lambda table: register(table.buffer, cudart=cudart), threads=1)
 
 
 class ReferenceHasher:

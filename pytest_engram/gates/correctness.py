@@ -18,8 +18,8 @@ _WORST_FIRST = (Status.INVALID, Status.PASS, Status.FAIL, Status.NOT_MEASURED, S
 _EVERY_CASE = "every supported case in every arm, before and after timing"
 
 
-def judge(case: Case) -> Finding:
-    """Integrity of the record first, then broken contracts, then what is missing."""
+def correctness(case: Case) -> Finding:
+    """Gate 0: integrity of the record first, then broken contracts, then what is missing."""
     for check in (_protocol, _schedule, _broken, _problems, _missing, _storage):
         finding = next(check(case), None)
         if finding is not None:

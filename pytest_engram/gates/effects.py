@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pytest_engram.gates import distances, timing
 from pytest_engram.gates.case import Case, Comparison
+from pytest_engram.gates.distances import prediction
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.gates.tested import Tested, all_shown, finding_of, holm, open_or, wanted, within
+from pytest_engram.gates.timing import same_arms, validity
 from pytest_engram.model import MetricRule, Status, Verdict
 
 
 def mechanism(case: Case, arms: Sequence[str]) -> Finding:
     """Gate 2: timing may be judged, and lookup or wait moved as predicted."""
-    invalid = timing.validity(case)
+    invalid = validity(case)
     if invalid is not None:
         return invalid
     return _per_rank(case, arms) if case.experiment.variable == "policy" else _any_metric(case, arms)
@@ -23,7 +24,7 @@ def mechanism(case: Case, arms: Sequence[str]) -> Finding:
 def _any_metric(case: Case, arms: Sequence[str]) -> Finding:
     rules = case.experiment.mechanism
     found = case.compare_all(rules, arms)
-    disturbed = timing.same_arms(found[:: len(arms)], case.experiment.aa_level)
+    disturbed = same_arms(found[:: len(arms)], case.experiment.aa_level)
     if disturbed is not None:
         return disturbed
     usable = [one for one in found if not one.absent]
@@ -42,7 +43,7 @@ def _per_rank(case: Case, arms: Sequence[str]) -> Finding:
     everything: list[Tested] = []
     predicted: list[str] = []
     for arm in arms:
-        ways = {rank: distances.prediction(case, arm, rank) for rank in range(case.experiment.ranks)}
+        ways = {rank: prediction(case, arm, rank) for rank in range(case.experiment.ranks)}
         unknown = [rank for rank, way in ways.items() if way is None]
         if unknown:
             return Finding(reason="distance-unknown", observed=f"rank {unknown[0]}", threshold="every rank's distance")
@@ -70,7 +71,7 @@ def _rank_tests(case: Case, arm: str, rank: int, way: str) -> list[Tested] | Fin
     ]
     found = case.compare_all(rules, [arm])
     usable = [one for one in found if not one.absent]
-    return timing.same_arms(usable, case.experiment.aa_level) or holm(usable, case.experiment.alpha) or _absent(found)
+    return same_arms(usable, case.experiment.aa_level) or holm(usable, case.experiment.alpha) or _absent(found)
 
 
 def _of_ranks(tested: list[Tested], predicted: list[str], passed: tuple[str, ...]) -> Finding:
@@ -167,7 +168,7 @@ def _unusable(case: Case, found: list[Comparison], arms: Sequence[str]) -> Findi
     """An absent metric, or an A/A difference in one of the metrics that carry the gate."""
     if not found or any(one.absent for one in found):
         return _absent(found)
-    return timing.same_arms(found[:: len(arms)], case.experiment.aa_level)
+    return same_arms(found[:: len(arms)], case.experiment.aa_level)
 
 
 def _absent(found: Sequence[Comparison]) -> Finding:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pytest_engram.gates import correctness, effects, treatment
 from pytest_engram.gates.case import Case
+from pytest_engram.gates.correctness import correctness
+from pytest_engram.gates.effects import end_to_end, mechanism, no_offset
 from pytest_engram.gates.reasons import Finding, of_problem
 from pytest_engram.gates.tested import percent
+from pytest_engram.gates.treatment import treatment
 from pytest_engram.model import (
     GATE_NAMES,
     Claim,
@@ -33,11 +35,11 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
     case = Case(evidence)
     treated = arms = case.candidates
     gates: tuple[Callable[[], Finding], ...] = (
-        lambda: correctness.judge(case),
-        lambda: treatment.judge(case),
-        lambda: effects.mechanism(case, arms),
-        lambda: effects.no_offset(case, treated, arms),
-        lambda: effects.end_to_end(case, treated, arms, prior),
+        lambda: correctness(case),
+        lambda: treatment(case),
+        lambda: mechanism(case, arms),
+        lambda: no_offset(case, treated, arms),
+        lambda: end_to_end(case, treated, arms, prior),
     )
     results: list[GateResult] = []
     notes: list[str] = []

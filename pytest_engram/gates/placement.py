@@ -14,7 +14,7 @@ EVEN = 0.02  # how far an interleaved table's share may lie from its weight
 DIFFERENT = 0.05  # share of pages by which two arms must differ on some rank
 
 
-def judge(case: Case) -> Finding:
+def placement(case: Case) -> Finding:
     """Every run as asked, and some rank's pages elsewhere than in A."""
     runs = [run for _, run in sorted(case.runs.items())]
     for run in runs:

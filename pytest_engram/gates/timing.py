@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import median
 
 from pytest_engram import metrics, stats
-from pytest_engram.gates import distances
 from pytest_engram.gates.case import Case, Comparison
+from pytest_engram.gates.distances import from_rank
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import RunRecord, Timeline
 from pytest_engram.queueing import queue_report
@@ -153,7 +153,7 @@ def _pairs(runs: Iterable[RunRecord]) -> list[dict[str, float]]:
 def _near_far(case: Case) -> tuple[str, str, bool]:
     """The control's arms ``control-N`` by the distance of node N from rank 0, and whether that distance is known."""
     arms = sorted({run.arm for run in case.evidence.control})
-    costs = {arm: distances.from_rank(case, 0, arm.rpartition("-")[2]) for arm in arms}
+    costs = {arm: from_rank(case, 0, arm.rpartition("-")[2]) for arm in arms}
     known = None not in costs.values()
     ordered = sorted(arms, key=lambda arm: costs[arm] or 0) if known else arms
     return ordered[0], ordered[-1], known

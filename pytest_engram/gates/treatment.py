@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from pytest_engram.gates import placement
 from pytest_engram.gates.case import Case
+from pytest_engram.gates.placement import placement
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import OverlapSample, RunRecord, Timeline
 from pytest_engram.schedule import base_arm
@@ -13,8 +13,8 @@ from pytest_engram.schedule import base_arm
 Launches = dict[tuple[int, int, int], frozenset[int]]  # (rank, layer, rows) -> grids that ran
 
 
-def judge(case: Case) -> Finding:
-    """Conditions first (fingerprints, grids), then the treatment of the experiment's variable."""
+def treatment(case: Case) -> Finding:
+    """Gate 1: conditions first (fingerprints, grids), then the treatment of the experiment's variable."""
     finding = next(_conditions(case), None)
     return finding or _TREATMENTS[case.experiment.variable](case)
 
@@ -155,7 +155,7 @@ def _set(grids: frozenset[int]) -> str:
 
 
 _TREATMENTS: dict[str, Callable[[Case], Finding]] = {
-    "policy": placement.judge,
+    "policy": placement,
     "submission": _submission,
     "cap": _cap,
     "backend": _backend,

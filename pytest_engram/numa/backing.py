@@ -39,7 +39,7 @@ class Backing:
         """Make the object with its length and without a page; the handle that peers attach to."""
         self._descriptor = self._open()
         os.ftruncate(self._descriptor, self.nbytes)
-        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "identity": self.identity}
+        return {"path": self.path, "identity": self.identity}
 
     def attach(self, handle: dict[str, str]) -> None:
         """Open a peer's object and verify that it is the same one."""
@@ -64,6 +64,11 @@ class Backing:
     def reserve(self, offset: int, nbytes: int) -> None:
         """Allocate a range where ``MADV_POPULATE_WRITE`` is unknown: ENOSPC here instead of SIGBUS at the touch."""
         os.posix_fallocate(self._descriptor, offset, nbytes)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user can open the object while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def is_mapped(self) -> bool:

@@ -56,3 +56,15 @@ def test_shards(engram_backend: Backend, case: Case, case_seed: int) -> None:
 def test_gate(engram_backend: Backend, case: Case, case_seed: int) -> None:
     """L11: the gate's formula, its clamp and eps, and masked tokens that pass unchanged."""
     _judge(engram_backend, case, case_seed)
+
+
+@_cases("prefetch")
+def test_prefetch(engram_backend: Backend, case: Case, case_seed: int) -> None:
+    """P1–P3, P5–P7, P9: one serial queue whose rows are right because nobody reads or writes too early."""
+    _judge(engram_backend, case, case_seed)
+
+
+@_cases("storage")
+def test_storage(engram_backend: Backend, case: Case, case_seed: int) -> None:
+    """S1–S7, S13, S14: one shared copy, registered after it is placed, undone on failure and after the last view."""
+    _judge(engram_backend, case, case_seed)

@@ -43,6 +43,12 @@ class World:
         return {int(file.name.split("-")[1]): file.read_text() for file in self.folder.glob("told-*")}
 
     @property
+    def seconds_until_told(self) -> float:
+        """From the deed to the last rank's report of it."""
+        last = max(file.stat().st_mtime for file in self.folder.glob("told-*"))
+        return last - (self.folder / "deed").stat().st_mtime
+
+    @property
     def survivors(self) -> list[int]:
         pids = [event["pid"] for _, event in self.events if isinstance(event, dict)]
         assert pids, "the ranks did not report their pids"

@@ -21,7 +21,8 @@ from pytest_engram.numa.table import build_table
 class Saboteur:
     """A group that does something terrible the first time a step is announced in the chosen rank."""
 
-    def __init__(self, group: Any, step: str, rank: int, deed: str) -> None:
+    def __init__(self, group: Any, step: str, rank: int, deed: str, folder: Path) -> None:
+        self._folder = folder
         self._group, self._step, self._deed = group, step if group.rank == rank else None, deed
         self.rank, self.size = group.rank, group.size
 
@@ -42,6 +43,7 @@ class Saboteur:
             return
         self._step = None
         self._group.check(step)
+        (self._folder / "deed").touch()
         if self._deed == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._deed == "hang":
@@ -78,7 +80,7 @@ def protocol(group: Any, payload: dict[str, Any]) -> dict[str, Any]:
     group.emit({"pid": os.getpid()})
     group.barrier(step="start")
     if payload.get("deed"):
-        group = Saboteur(group, payload["step"], payload["rank"], payload["deed"])
+        group = Saboteur(group, payload["step"], payload["rank"], payload["deed"], folder)
     try:
         return _steps(group, payload, folder)
     except EngramError as error:

@@ -65,7 +65,7 @@ def test_pages_of_a_peer_are_not_seen_before_they_are_mapped(memfd: Backing) -> 
     """A second mapping sees none of the object's pages until it touches them itself."""
     memfd.mapped[:] = b"\1" * SIZE
     other = BACKINGS["memfd"](SIZE)
-    other.attach({"path": f"/proc/self/fd/{memfd._descriptor}", "identity": memfd.identity})
+    other.attach({"path": memfd.path, "identity": memfd.identity})
     other.map()
     assert audit(other).unplaced == {"ENOENT": 64}
     _syscalls.madvise(other.address, SIZE, _syscalls.MADV_POPULATE_READ)

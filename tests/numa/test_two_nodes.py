@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
 from pytest_engram.numa import _syscalls, capacity
 from pytest_engram.numa.group import SoloGroup
@@ -75,6 +78,42 @@ def test_moving_a_page_is_seen_by_the_audit() -> None:
     assert moved[other] >= 1
     assert sum(moved.values()) == PAGES
     table.close()
+
+
+GUEST = pytest.mark.skipif("PYTEST_ENGRAM_GUEST" not in os.environ, reason="changes the machine's settings")
+
+
+@GUEST
+def test_huge_pages_come_from_the_bound_nodes_pool() -> None:
+    """hugetlb: the pool of the chosen node is checked first, then every 2 MiB page lies there, counted as one page."""
+    first, second = NODES[:2]
+    pool = Path(f"/sys/devices/system/node/node{second}/hugepages/hugepages-2048kB/nr_hugepages")
+    pool.write_text("2")
+    table = build("bind", second, backing="hugetlb")
+    seen = table.distributions[0]
+    assert (seen.pages, seen.page_bytes, seen.huge_bytes, seen.pss_bytes) == ({second: 1}, 2 << 20, 2 << 20, None)
+    table.close()
+    with pytest.raises(UsageError, match=f"page pool of NUMA node {first} has 0"):
+        build("bind", first, backing="hugetlb")
+    pool.write_text("0")
+
+
+@GUEST
+def test_weights_are_the_machines_and_are_verified() -> None:
+    """Weighted interleave follows the weights in sysfs; asking for others is not measurable, nothing is changed."""
+    first, second = NODES[:2]
+    weight = Path(f"/sys/kernel/mm/mempolicy/weighted_interleave/node{first}")
+    if not weight.exists():
+        pytest.skip("this kernel has no weighted interleave")
+    plan = TablePlan(ranks=(0,), mode="weighted-interleave", nodes=(first, second), weights=(3, 1))
+    placement = PlacementPlan(policy="test", backing="memfd", tables=(plan,))
+    with pytest.raises(NotMeasurable, match=f"node {first} has weight 1; expected 3"):
+        build_table(SoloGroup(), placement, PAGES * 4096)
+    weight.write_text("3")
+    table = build_table(SoloGroup(), placement, PAGES * 4096)
+    assert table.distributions[0].pages == {first: 384, second: 128}
+    table.close()
+    weight.write_text("1")
 
 
 def test_the_probe_covers_every_node() -> None:

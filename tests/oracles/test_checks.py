@@ -15,6 +15,7 @@ from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids, head_shard,
 from pytest_engram.rows import lookup_rows, synthetic_rows
 
 BY_NAME = {case.name: case for case in CASES}
+ORACLES = ("hash", "slot-cache", "lookup", "shards", "gate")  # what a numpy oracle answers for
 
 
 class TinyScale(ReferenceBackend):
@@ -33,10 +34,10 @@ def _planted(**methods: Any) -> ReferenceBackend:
     return backend
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.capability in ORACLES], ids=lambda case: case.name)
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_the_reference_passes(case: Any, seed: int) -> None:
-    """The reference backend passes every case for several seeds, and every case says what it asserts."""
+    """The reference backend passes every oracle case for several seeds, and each says what it asserts."""
     sample = check(ReferenceBackend(), case, seed=seed)
     assert (sample.passed, sample.supported, sample.detail) == (True, True, "")
     assert case.run.__doc__

@@ -244,5 +244,5 @@ def test_gate_takes_torch_tensors() -> None:
     rng = np.random.default_rng(0)
     arrays = [*rng.standard_normal((3, 4, 96)).astype(np.float32), *rng.standard_normal((2, 96)).astype(np.float32)]
     keep = np.array([True, False, True, True])
-    seen = gated_residual(*map(torch.from_numpy, arrays), keep=torch.from_numpy(keep))
+    seen = gated_residual(*map(torch.from_numpy, arrays), keep=torch.from_numpy(keep), xp=torch)
     assert seen.numpy() == pytest.approx(gated_residual(*arrays, keep=keep), rel=1e-4, abs=1e-5)

@@ -1,0 +1,41 @@
+"""Arrays on their way to and from a backend: numpy on the CPU engine, torch tensors on the CUDA engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def place(array: Any, engine: str) -> Any:
+    """A numpy array as the backends of ``engine`` take it; a view with a stride stays a view with that stride."""
+    if engine == "cpu":
+        return array
+    import torch  # noqa: PLC0415 - only the CUDA engine has torch
+
+    if array.flags.c_contiguous:
+        return torch.from_numpy(array).cuda()
+    wide = torch.from_numpy(np.repeat(array, 2, axis=-1)).cuda()
+    return wide[..., ::2]
+
+
+def bf16_buffer(shape: tuple[int, ...], pattern: int, engine: str) -> Any:
+    """An output buffer full of one bf16 bit pattern: u16 in numpy, bfloat16 in torch."""
+    bits = np.full(shape, pattern, dtype=np.uint16)
+    if engine == "cpu":
+        return bits
+    import torch  # noqa: PLC0415 - only the CUDA engine has torch
+
+    return place(bits.view(np.int16), engine).view(torch.bfloat16)
+
+
+def to_numpy(array: Any) -> Any:
+    """A numpy array of a backend's answer; bfloat16 tensors become u16 bit patterns."""
+    if isinstance(array, np.ndarray):
+        return array
+    import torch  # noqa: PLC0415 - only a torch backend gets here
+
+    tensor = array.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()

@@ -1,0 +1,297 @@
+"""The contract cases of shared host storage: S1–S7, S13 and S14.
+
+A backend with the capability offers ``storage(group, nbytes, cudart, *, backing)``: one rank's
+:class:`~pytest_engram.numa.shared.SharedTable`, registered through the given calls.  Ranks are threads of this process
+that meet at the real hub, so that a case sees every rank's registration and memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pytest_engram.checks_case import Case, Finding, Probe, Unsupported
+from pytest_engram.errors import EngramError, NotMeasurable, PeerError, PlacementError
+from pytest_engram.gpu.views import HostView, device_view
+from pytest_engram.numa import pages
+from pytest_engram.numa.group import Channel, LocalGroup, SoloGroup
+from pytest_engram.numa.hub import Hub, Member
+
+_DEADLINE_S = 10.0
+_DELAY_S = 0.06  # of a leader that loads slowly
+_SHM = "/dev/shm"  # noqa: S108 - where shared tables lie
+
+
+class _Cudart:
+    """Registers nothing, counts everything; ``fails`` and ``pins`` say how CUDA answers."""
+
+    def __init__(self, *, fails: bool = False, pins: bool = True, meet: threading.Barrier | None = None) -> None:
+        self._fails, self._pins, self._meet = fails, pins, meet
+        self.live: list[int] = []
+        self.undone: list[bool] = []  # per unregistration: the range was registered and still mapped
+
+    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002 - CUDA's signature
+        if not self._fails:
+            self.live.append(address)
+        if self._meet:
+            self._meet.wait(_DEADLINE_S)  # every rank has been asked before any of them fails
+        return 2 if self._fails else 0
+
+    def unregister(self, address: int) -> int:
+        self.undone.append(address in self.live and bool(pages.mapped_vmas(address, 1)))
+        self.live = [other for other in self.live if other != address]
+        return 0
+
+    def text(self, code: int) -> str:
+        return f"cudaError {code}"
+
+    def clear(self) -> None: ...
+
+    def pinned(self, byte: Any) -> bool:  # noqa: ARG002 - CUDA's signature
+        return self._pins
+
+    def synchronize(self) -> None: ...
+
+
+class _OnHost:
+    """A device view whose device is the host."""
+
+    def __init__(self, view: HostView) -> None:
+        self._view = view
+
+    def data_ptr(self) -> int:
+        return int(self._view.__cuda_array_interface__["data"][0])
+
+
+Rank = Callable[[Any], Any]  # (group) -> result
+
+
+def world(ranks: Sequence[Rank]) -> tuple[list[Any], str | None]:
+    """(per rank its result or its error, what the hub told all of them, if anything)."""
+    pairs = [socket.socketpair() for _ in ranks]
+    members = [Member(rank, Channel(ours), None) for rank, (ours, _) in enumerate(pairs)]  # type: ignore[arg-type]
+    results: list[Any] = [None] * len(ranks)
+
+    def run(rank: int, stream: socket.socket) -> None:
+        group = LocalGroup(Channel(stream), rank, len(ranks))
+        try:
+            results[rank] = ranks[rank](group)
+            group.finish(None)
+        except Exception as error:  # noqa: BLE001 - whatever ends a rank is its result
+            results[rank] = error
+            group.fail(error if isinstance(error, EngramError) else EngramError(str(error), code="unexpected-error"))
+        finally:
+            stream.shutdown(socket.SHUT_RDWR)  # ends the group's listener too
+
+    threads = [threading.Thread(target=run, args=(i, theirs), daemon=True) for i, (_, theirs) in enumerate(pairs)]
+    hub, told = Hub(members, _DEADLINE_S, None), None
+    try:
+        for thread in threads:
+            thread.start()
+        hub.serve()
+    except PeerError as error:
+        told = str(error)
+        hub.tell(error, _DEADLINE_S)
+    finally:
+        for thread in threads:
+            thread.join(_DEADLINE_S)
+        hub.close()
+        for _, theirs in pairs:
+            theirs.close()
+    return results, told
+
+
+def _storage(probe: Probe) -> Callable[..., Any]:
+    make = getattr(probe.backend, "storage", None)
+    if make is None:
+        raise Unsupported("the backend has no storage(group, nbytes, cudart)")
+    return partial(make)
+
+
+def _size() -> int:
+    """Bytes that no other process uses: what lies in /dev/shm with this size is ours."""
+    return (16 + os.getpid() % 512) * 4096
+
+
+def _files() -> int:
+    sizes = [entry.stat().st_size for entry in os.scandir(_SHM)] if os.path.isdir(_SHM) else []
+    return sizes.count(_size())
+
+
+def _all_raise(probe: Probe, nbytes: int, cudarts: Sequence[_Cudart], culprit: int) -> Finding | None:
+    """Every rank raises what the hub told, the culprit its own words of it; nothing stays registered or named."""
+    make = _storage(probe)
+    before = _files()
+    results, told = world([partial(lambda one, group: make(group, nbytes, one), one) for one in cudarts])
+    _absent(results)
+    if told is None or not all(isinstance(result, Exception) for result in results):
+        return Finding(detail="not every rank raised", seen=str([type(result).__name__ for result in results]))
+    if any(str(result) != told for rank, result in enumerate(results) if rank != culprit):
+        return Finding(detail="the ranks' texts differ", expected=told, seen=" / ".join(map(str, results)))
+    if f"rank {culprit}" not in told or str(results[culprit]) not in told:
+        return Finding(detail="the culprit is not named", expected=f"rank {culprit}: {results[culprit]}", seen=told)
+    if any(one.live or not all(one.undone) for one in cudarts) or _files() > before:
+        return Finding(detail="a registration or a file is left", seen=f"{[one.live for one in cudarts]}, {_files()}")
+    return None
+
+
+def _absent(results: Sequence[Any]) -> None:
+    for result in results:
+        blocked = isinstance(result, PlacementError) and result.code == "blocked-by-sandbox"
+        if blocked or isinstance(result, NotMeasurable):
+            raise Unsupported(str(result))
+
+
+def _together(probe: Probe, run: Callable[[Any, Any], Any], **options: Any) -> list[Any]:
+    """``run(group, table)`` in two ranks that share a table; raises the first error, closes the tables."""
+    make = _storage(probe)
+
+    def rank(group: Any) -> Any:
+        table = make(group, _size(), _Cudart(), **options)
+        try:
+            return run(group, table)
+        finally:
+            table.close()
+
+    results, _ = world([rank, rank])
+    _absent(results)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def creation_error(probe: Probe) -> Finding | None:
+    """An object that the leader cannot create makes every rank raise one text that names it; nobody hangs."""
+    return _all_raise(probe, 1 << 50, [_Cudart(), _Cudart()], 0)
+
+
+def unpinned(probe: Probe) -> Finding | None:
+    """A mapping that CUDA does not know as pinned is an error in every rank, never a silent copy."""
+    return _all_raise(probe, _size(), [_Cudart(), _Cudart(pins=False)], 1)
+
+
+def one_mapping(probe: Probe) -> Finding | None:
+    """Every rank maps the same bytes: what one writes, the other reads."""
+
+    def run(group: Any, table: Any) -> int:
+        if group.rank == 1:
+            table.buffer[-1] = 77
+        group.barrier(step="written")
+        return int(table.buffer[-1])
+
+    seen = _together(probe, run)
+    return None if seen == [77, 77] else Finding(detail="a private copy", expected="[77, 77]", seen=str(seen))
+
+
+def undone(probe: Probe) -> Finding | None:
+    """One failed registration makes all raise one text; those that succeeded are undone, no file is left."""
+    meet = threading.Barrier(2)
+    return _all_raise(probe, _size(), [_Cudart(meet=meet), _Cudart(fails=True, meet=meet)], 1)
+
+
+def unnamed(probe: Probe) -> Finding | None:
+    """No name is left in /dev/shm, neither while the table lives nor after it."""
+    before = _files()
+    seen = [*_together(probe, lambda _group, _table: _files()), _files()]
+    return None if max(seen) <= before else Finding(detail="a file in /dev/shm", expected=str(before), seen=str(seen))
+
+
+def last_view(probe: Probe) -> Finding | None:
+    """Closing waits for the last view, whose end unregisters exactly once, before the memory is unmapped."""
+    cudart = _Cudart()
+    table = _solo(probe, cudart)
+    view = device_view(table.buffer[4096:], pointer=lambda address: address, tensor=_OnHost)
+    table.close()
+    early = len(cudart.undone)
+    del view
+    table.close()
+    del table
+    gc.collect()
+    if early or cudart.undone != [True]:
+        seen = f"{early} with a living view, then {cudart.undone}"
+        return Finding(detail="unregistrations", expected="0 with a living view, then [True]", seen=seen)
+    return None
+
+
+def loaded(probe: Probe) -> Finding | None:
+    """Only the leader copies, followers may pass None; after each load call every rank has that part's every byte."""
+    half, read = _size() // 2, threading.Event()
+
+    def part(number: int, buffer: Any) -> None:
+        read.wait(_DELAY_S)
+        buffer[half * number : half * (number + 1)] = number + 1
+
+    def run(group: Any, table: Any) -> list[int]:
+        found = []
+        for number in (0, 1):
+            table.load(partial(part, number) if group.rank == 0 else None, group)
+            found.append(int(table.buffer[half * number]))
+        read.set()
+        return [*found, int(table.buffer.sum(dtype=np.int64))]
+
+    wanted = [1, 2, 3 * half]
+    seen = _together(probe, run)
+    return None if seen == [wanted] * 2 else Finding(detail="bytes after load", expected=str(wanted), seen=str(seen))
+
+
+def replaced(probe: Probe) -> Finding | None:
+    """Putting other memory in the place of the table's is refused."""
+    table = _solo(probe, _Cudart())
+    try:
+        table.buffer = np.array(table.buffer)
+    except Exception:  # noqa: BLE001 - whichever error the storage chose
+        return None
+    finally:
+        table.close()
+    return Finding(detail="the table's memory was replaced")
+
+
+def placed_first(probe: Probe) -> Finding | None:
+    """Every page is there before any rank registers, so registration decides nothing about placement."""
+    seen = _together(probe, lambda _, table: [r.object_pages for r in table.receipts if r.step == "register"])
+    full = _size() // 4096
+    if seen == [[(full, full)]] * 2:
+        return None
+    return Finding(detail="pages of the object around registration", expected=str((full, full)), seen=str(seen))
+
+
+def huge_pages(probe: Probe) -> Finding | None:
+    """Results do not depend on huge pages: anonymous THP memory holds the same bytes."""
+    sums = []
+    for backing in ("tmpfs", "anon-thp"):
+        table = _solo(probe, _Cudart(), backing=backing)
+        table.load(lambda buffer: np.copyto(buffer, np.arange(len(buffer)) % 251, casting="unsafe"), SoloGroup())
+        sums.append((table.buffer.nbytes, bool((table.buffer == np.arange(_size()) % 251).all())))
+        table.close()
+    wanted = [(_size(), True)] * 2
+    return None if sums == wanted else Finding(detail="bytes with tmpfs and THP", expected=str(wanted), seen=str(sums))
+
+
+def _solo(probe: Probe, cudart: _Cudart, **options: Any) -> Any:
+    try:
+        return _storage(probe)(SoloGroup(), _size(), cudart, **options)
+    except EngramError as error:
+        _absent([error])
+        raise
+
+
+STORAGE_CASES = (
+    Case("creation-error", "S1", "storage", creation_error),
+    Case("unpinned", "S2", "storage", unpinned),
+    Case("one-mapping", "S2", "storage", one_mapping),
+    Case("undone", "S3", "storage", undone),
+    Case("unnamed", "S4", "storage", unnamed),
+    Case("last-view", "S5", "storage", last_view),
+    Case("loaded", "S6", "storage", loaded),
+    Case("replaced", "S7", "storage", replaced),
+    Case("placed-first", "S13", "storage", placed_first),
+    Case("huge-pages", "S14", "storage", huge_pages),
+)
