@@ -60,6 +60,7 @@ class Span:
     start: int
     end: int
     offset: int
+    vma: int  # start of the VMA that it lies in
     key: str  # "dev:inode", "dev:inode+first offset" of a recorded table, or "pid@address" where there is no identity
     kind: str
     name: str
@@ -147,8 +148,7 @@ def read_worker(source: Source, pid: int, limits: Limits) -> Worker:
     walk = min(resident, max((vma.end - vma.start for vma in vmas), default=0)) / PAGE / WALK_RATE
     kb = attempt("smaps", lambda: _smaps(source, pid, walk, limits), {}) if spans else {}
     maps = attempt("numa_maps", lambda: _numa_maps(source, pid, walk, limits), {}) if limits.numa_maps else {}
-    found = {vma.start: vma.end for vma in vmas}
-    spans = [replace(one, kb=_of(one, kb, found), line=_of(one, maps, found)) for one in _disjoint(spans)]
+    spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in _disjoint(spans)]
     engine = re.search(r"DP(\d+)", " ".join(titles))
     return Worker(
         pid=pid, title=titles[0], cpus=status.get("Cpus_allowed_list"), mems=status.get("Mems_allowed_list"),
@@ -160,3 +160,123 @@ def read_worker(source: Source, pid: int, limits: Limits) -> Worker:
         spans=tuple(one for one in spans if one.kind != "anonymous" or not one.kb or one.kb.get("AnonHugePages")),
         problems=tuple(problems),
     )  # fmt: skip
+
+
+def _environment(text: str) -> dict[str, str]:
+    """Three named variables; the others, which may hold secrets, are not kept."""
+    pairs = (item.partition("=") for item in text.split("\0"))
+    return {name: value for name, _, value in pairs if name in (_WRAPPED, "CUDA_VISIBLE_DEVICES", probe.VARIABLE)}
+
+
+def _titles(source: Source, pid: int) -> list[str]:
+    """Command lines (an engine's process titles too), the worker's own first, then its ancestors'."""
+    found: list[str] = []
+    while pid > 1 and len(found) < 8:
+        text = source.tree.text(f"proc/{pid}/cmdline") or source.tree.text(f"proc/{pid}/comm") or "?"
+        found.append(" ".join(text.split("\0")))
+        parent = re.search(r"^PPid:\s*(\d+)", source.tree.text(f"proc/{pid}/status") or "", re.M)
+        pid = int(parent[1]) if parent else 0
+    return found
+
+
+def _asked(texts: Sequence[str]) -> dict[str, str]:
+    """NUMA requests, the nearest process first."""
+    hits = [(name, match) for text in texts for name, form in _ASKED.items() if (match := re.search(form, text))]
+    return {name: next(filter(None, match.groups())).strip() for name, match in reversed(hits)}
+
+
+def _candidate(pid: int, vma: procfs.Vma, least: int) -> Span | None:
+    kind = next((kind for kind, form in _KINDS if form.search(vma.path)), None)
+    if not vma.path and not vma.inode and vma.permissions == "rw-p":
+        kind = "anonymous"
+    if kind is None or vma.permissions[0] != "r" or (kind != "engram" and vma.end - vma.start < least):
+        return None
+    return _span(pid, vma, vma.start, vma.end, kind=kind)
+
+
+def _span(pid: int, vma: procfs.Vma, start: int, end: int, *, kind: str, name: str = "", key: str = "") -> Span:
+    """Anonymous memory has no identity, and every cuMem mapping has the device's: their key is the address."""
+    own = not vma.inode or "nvidiactl" in vma.path
+    return Span(
+        start=start, end=end, offset=start if own else vma.offset + start - vma.start, vma=vma.start, kind=kind,
+        name=name or vma.path or "[anon]", key=key or (f"{pid}@{start:#x}" if own else vma.identity),
+    )  # fmt: skip
+
+
+def _recorded(
+    source: Source, pid: int, folder: Path, vmas: Sequence[procfs.Vma], status: dict[str, str]
+) -> list[Span]:
+    """The tables that the engine recorded with ``pytest_engram.probe``."""
+    inner = status.get("NSpid", str(pid)).split()[-1]  # the pid in the worker's own namespace
+    records, _torn = probe.read_records(folder / f"{inner}.jsonl")
+    begun = probe.started(source.text(pid, "stat"))
+    if begun not in [record.get("started") for record in records]:
+        raise NotMeasurable(f"{folder}/{inner}.jsonl is of an earlier process", code="stale-probe")
+    return [span for one in records if one["kind"] == "table" for span in _clipped(pid, vmas, one)]
+
+
+def _clipped(pid: int, vmas: Sequence[procfs.Vma], record: dict[str, Any]) -> list[Span]:
+    low, high = record["data_ptr"] // PAGE * PAGE, -(-(record["data_ptr"] + record["nbytes"]) // PAGE) * PAGE
+    parts = [vma for vma in vmas if vma.start < high and low < vma.end]
+    if sum(min(high, vma.end) - max(low, vma.start) for vma in parts) != high - low:
+        raise NotMeasurable(f"the recorded range {low:#x}-{high:#x} is not mapped whole", code="not-mapped")
+    name = f"heads {record.get('head_range')}, group {record.get('group')}, {record.get('path') or parts[0].path}"
+    first = _span(pid, parts[0], low, high, kind="probe")
+    key = first.key if "@" in first.key else f"{first.key}+{first.offset:#x}"
+    spread = [(vma, max(low, vma.start), min(high, vma.end)) for vma in parts]
+    return [_span(pid, vma, start, end, kind="probe", name=name, key=key) for vma, start, end in spread]
+
+
+def _disjoint(spans: Sequence[Span]) -> list[Span]:
+    """Recorded ranges come first and stand in place of candidates that they overlap."""
+    kept: list[Span] = []
+    for one in spans:
+        if not any(one.start < other.end and other.start < one.end for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _bounded(walk: float, limits: Limits) -> None:
+    if walk > limits.stall_s:
+        raise NotMeasurable(
+            f"left out: one walk may hold the worker's mmap lock for {walk:.1f} s", code="stall",
+            way_out=f"allow it with --stall {walk:.0f}.9",
+        )  # fmt: skip
+
+
+def _smaps(source: Source, pid: int, walk: float, limits: Limits) -> dict[int, dict[str, int]]:
+    _bounded(walk, limits)
+    return {vma.start: vma.kb for vma in procfs.parse_smaps(source.text(pid, "smaps"))}
+
+
+def _numa_maps(source: Source, pid: int, walk: float, limits: Limits) -> dict[int, procfs.NumaMapsLine]:
+    _bounded(walk, limits)
+    lines = map(procfs.parse_numa_maps_line, source.text(pid, "numa_maps").splitlines())
+    return {line.start: line for line in lines}
+
+
+def _total(lines: dict[int, procfs.NumaMapsLine]) -> dict[int, int]:
+    """What numastat counts: bytes per node over all mappings, each in its own page size."""
+    total: Counter[int] = Counter()
+    for line in lines.values():
+        total.update({node: count * (line.page_bytes or 0) for node, count in line.pages.items()})
+    return dict(sorted(total.items()))
+
+
+def _task_policy(source: Source, pid: int, vmas: Sequence[procfs.Vma], spans: Sequence[Span]) -> str:
+    """The word at [heap], which has no policy of its own and so shows the task's; reading stops there."""
+    heap = next((vma.start for vma in vmas if vma.path == "[heap]"), None)
+    if heap is None or any(span.start < heap for span in spans):
+        raise NotMeasurable("no [heap], or tables lie below it and would be walked", code="policy-unknown")
+    lines = (procfs.parse_numa_maps_line(line) for line in source.lines(pid, "numa_maps"))
+    policy = next((line.policy for line in lines if line.start == heap), None)
+    if policy is None:
+        raise NotMeasurable("numa_maps shows no [heap]", code="policy-unknown")
+    return policy
+
+
+def _shm(mounts: str) -> str | None:
+    """/dev/shm as the worker sees it; an absent option is the kernel's default."""
+    mount = procfs.mount_of("/dev/shm", procfs.parse_mounts(mounts))  # noqa: S108 - the engines' own place
+    options = {"size": "half of the memory", "huge": "default", "mpol": "default"} | (mount.options if mount else {})
+    return mount and f"{mount.kind} size={options['size']} huge={options['huge']} mpol={options['mpol']}"
