@@ -74,7 +74,7 @@ def check_table(
     return (_sample("table-ids", "H5", _guarded(ids_found)), *(_sample("table-rows", "L1", each) for each in found))
 
 
-def check_engine(  # noqa: PLR0917 - the peer's own order
+def check_engine(
     engine: Any, batch: HashBatch, settings: Any, layout: EngramLayout, token_map: Any, seed: int,
     *, source: RowSource | None = None,
 ) -> tuple[CorrectnessSample, ...]:  # fmt: skip

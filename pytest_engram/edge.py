@@ -15,14 +15,7 @@ from _pytest.mark.expression import Expression
 from pytest_engram import gates
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Problem, Status, Verdict
-from pytest_engram.session import (
-    MARKER_OF_VARIABLE,
-    MEASUREMENT_MARKERS,
-    Outcome,
-    Session,
-    parse_duration,
-    parse_requirements,
-)
+from pytest_engram.session import MEASUREMENT_MARKERS, Outcome, Session, parse_duration, parse_requirements
 
 GATE_PROPERTY = "engram_status"
 
@@ -57,10 +50,9 @@ class Edge:
         distributed = self.config.getoption("dist", "no") != "no" or self.config.getoption("numprocesses", None)
         if self.worker or not distributed or not expression:
             return
-        compiled = Expression.compile(expression)
-        unmarked = compiled.evaluate(lambda _name, **_kw: False)
-        named = {m for m in MEASUREMENT_MARKERS if compiled.evaluate(lambda name, m=m, **_kw: name == m)}
-        if named and not unmarked:
+        matches = Expression.compile(expression).evaluate
+        named = {marker for marker in MEASUREMENT_MARKERS if matches(_only(marker))}
+        if named and not matches(_only("")):
             raise UsageError(
                 f"-m {expression!r} names measurement ({', '.join(sorted(named))})", code="measurement-under-xdist",
                 where="-n", expected="measurements alone in one process", way_out="drop -n, or use -m correctness",
@@ -70,7 +62,7 @@ class Edge:
         reason = None
         if self.worker:
             reason = ("xdist-worker", "an xdist worker shares the machine with its siblings")
-        elif any(self.config.getoption(f"benchmark_{word}", False) for word in ("disable", "skip", "only")):
+        elif any(self.config.getoption(f"benchmark_{word}", default=False) for word in ("disable", "skip", "only")):
             reason = ("benchmarks-disabled", "benchmarks are disabled, skipped or filtered by a --benchmark option")
         if reason:
             self.session.forced = Problem(code=reason[0], message=reason[1], status=Status.NOT_MEASURED)
@@ -78,7 +70,7 @@ class Edge:
     def _tell(self, text: str) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         capture = self.config.pluginmanager.get_plugin("capturemanager")
-        if reporter is None or self.config.getoption("verbose") < 0:
+        if reporter is None or capture is None or self.config.getoption("verbose") < 0:
             return
         with capture.global_and_fixture_disabled():
             reporter.ensure_newline()
@@ -191,6 +183,11 @@ class Edge:
             terminalreporter.write_line(f"report: {self.folder}")
 
 
+def _only(marker: str) -> Any:
+    """A matcher of items that carry this marker and no other."""
+    return lambda name, /, **_parameters: name == marker
+
+
 def _arms(arms: dict[str, Any]) -> list[str]:
     return ["A", "A'", *(name for name in arms if name != "A")]
 
@@ -199,5 +196,3 @@ def _deciding(verdict: Verdict) -> str:
     gate = next((g for g in verdict.gates if g.judged and g.status is not Status.PASS), None)
     return f"{gate.reason}: {gate.observed}" if gate else "all gates passed"
 
-
-__all__ = ["MARKER_OF_VARIABLE", "Edge"]

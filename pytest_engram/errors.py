@@ -57,7 +57,7 @@ class UsageError(EngramError):
     code = "usage"
 
 
-class NotMeasurable(EngramError):
+class NotMeasurable(EngramError):  # noqa: N818 - an absence, not an error
     """This machine, build or permission set cannot produce the evidence; a named absence, not a failure."""
 
     code = "not-measurable"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
@@ -36,12 +36,13 @@ from pytest_engram.model import (
 )
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.pages import worker_policy
-from pytest_engram.numa.table import SharedTable, build_table
+from pytest_engram.numa.table import build_table
 from pytest_engram.planning import layout_for
 from pytest_engram.provenance import collect, machine_fingerprint
 from pytest_engram.schedule import base_arm
 from pytest_engram.serving.loop import serve
 from pytest_engram.serving.replay import fixed_batches, make_load
+from pytest_engram.tokens import synthetic_token_map
 
 VOCABULARY = 129_280  # token ids of the model's tokenizer
 
@@ -53,7 +54,8 @@ def main(group: Group, payload: Mapping[str, Any]) -> None:
     peer = Peer(group, plan, base_arm(runs[0].arm))
     try:
         for run in runs:
-            peer.perform(run)
+            if not peer.perform(run):  # wrong rows: nothing after them is worth measuring
+                break
     finally:
         peer.close()
 
@@ -64,7 +66,7 @@ class Peer:
     def __init__(self, group: Group, plan: Plan, arm: str) -> None:
         self.group, self.plan = group, plan
         self.layout = layout_for(plan)
-        self.token_map = np.arange(VOCABULARY, dtype=np.int32) % self.layout.compressed_vocab
+        self.token_map = synthetic_token_map(self.layout.compressed_vocab, VOCABULARY)
         engine = engine_class(plan.engine)
         self.table = build_table(
             group, plan.placements[arm], table_bytes(self.layout), register=engine.registrar(group.rank),
@@ -81,6 +83,7 @@ class Peer:
         fill_table(buffer, self.layout, self.plan.seed, check=self.group.check)
 
     def close(self) -> None:
+        """Stop the engines, then release the table."""
         for engine in self.engines.values():
             engine.close()
         self.engines.clear()
@@ -102,8 +105,11 @@ class Peer:
             self.engines[spec] = engine_class(self.plan.engine)(setup)
         return self.engines[spec]
 
-    def perform(self, run: ScheduledRun) -> None:
-        """One run: check, measure marked, measure unmarked, serve, audit, check again; then emit the record."""
+    def perform(self, run: ScheduledRun) -> bool:
+        """One run: check, measure marked, measure unmarked, serve, audit, check again; then emit the record.
+
+        Returns whether every supported correctness case passed on every rank.
+        """
         arm = base_arm(run.arm)
         engine, settings = self.engine(arm), self._settings(arm)
         time.sleep(self.plan.experiment.cooldown_s)
@@ -123,9 +129,11 @@ class Peer:
             seconds=time.perf_counter() - clock,
         )  # fmt: skip
         parts = self.group.all_gather(codec.to_builtins(part), step=f"record {run.index}")
+        merged = _merge([codec.from_builtins(p, RunRecord, source="a peer's record") for p in parts])
         if self.group.rank == 0:
-            merged = _merge([codec.from_builtins(p, RunRecord, source="a peer's record") for p in parts])
             self.group.emit({"kind": "run", "value": codec.to_builtins(merged)})
+        checked = (*merged.correctness_before, *merged.correctness_after)
+        return all(sample.passed or not sample.supported for sample in checked)
 
     def _settings(self, arm: str) -> StepSettings:
         changed = {**self.plan.experiment.hold, **self.plan.experiment.arms[arm]}
@@ -134,7 +142,9 @@ class Peer:
 
     def _check(self, arm: str, engine: Engine, settings: StepSettings, seed: int) -> tuple[CorrectnessSample, ...]:
         backend = self.backends[self.plan.backends[arm]]
-        contract = tuple(checks.check(backend, case, seed=seed) for case in checks.compact_cases())
+        contract = tuple(
+            checks.check(backend, case, seed=seed, engine=self.plan.engine) for case in checks.compact_cases()
+        )
         batch = next(fixed_batches(self.plan.experiment.workload, seed, VOCABULARY, "low-reuse"))
         return (*contract, *checks.check_engine(engine, batch, settings, self.layout, self.token_map, self.plan.seed))
 
@@ -154,9 +164,8 @@ class Peer:
             timelines=tuple(step.timeline for step in marked if step.timeline is not None),
             source_bytes=lines.source, staging_bytes=lines.staging,
         )  # fmt: skip
-        compute = ComputeSample(
-            rank=rank, tokens=work.tokens, step_ns=tuple(s.step_ns for s in plain), main_ns=tuple(s.main_ns for s in plain)
-        )  # fmt: skip
+        step, main = zip(*((result.step_ns, result.main_ns) for result in plain), strict=True)
+        compute = ComputeSample(rank=rank, tokens=work.tokens, step_ns=step, main_ns=main)
         return (overlap,), (compute,)
 
     def _serve(self, engine: Engine, settings: StepSettings) -> tuple[ServingSample, ...]:
@@ -215,7 +224,9 @@ def _merge(parts: list[RunRecord]) -> RunRecord:
     fingerprint = dict(first.fingerprint)
     for rank, part in enumerate(parts[1:], 1):
         fingerprint |= {f"{k}@{rank}": v for k, v in part.fingerprint.items() if first.fingerprint.get(k) != v}
-    tuples = ("correctness_before", "correctness_after", "placement", "startup", "overlap", "compute", "serving")
-    joined = {name: tuple(s for part in parts for s in getattr(part, name)) for name in (*tuples, "problems")}
+    joined: dict[str, Any] = {
+        field.name: tuple(sample for part in parts for sample in getattr(part, field.name))
+        for field in fields(first)
+        if isinstance(getattr(first, field.name), tuple)
+    }
     return replace(first, fingerprint=fingerprint, seconds=max(p.seconds for p in parts), **joined)
-

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Offer this plugin's own hooks."""
     from pytest_engram import hookspecs
 
     pluginmanager.add_hookspecs(hookspecs)
@@ -76,10 +77,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A user's mistake found late still reads as one sentence, not as a traceback."""
-    outcome = yield
-    error = outcome.excinfo[1] if outcome.excinfo else None
-    if isinstance(error, EngramError):
-        outcome.force_exception(pytest.fail.Exception(f"{item.name}: {error}", pytrace=False))
+    try:
+        return (yield)
+    except EngramError as error:
+        pytest.fail(f"{item.name}: {error}", pytrace=False)

@@ -55,9 +55,7 @@ def engram_oracle() -> Any:
 
     from pytest_engram import hashing, rows
 
-    return SimpleNamespace(
-        hash_ids=hashing.hash_ids, decode_rows=rows.decode_rows, synthetic_rows=rows.synthetic_rows
-    )
+    return SimpleNamespace(hash_ids=hashing.hash_ids, decode_rows=rows.decode_rows, synthetic_rows=rows.synthetic_rows)
 
 
 @pytest.fixture
@@ -139,9 +137,7 @@ def engram_settle(
 
 
 @pytest.fixture
-def engram_publish(
-    engram_evidence: Evidence, engram_arm: str, request: pytest.FixtureRequest
-) -> Callable[[], None]:
+def engram_publish(engram_evidence: Evidence, engram_arm: str, request: pytest.FixtureRequest) -> Callable[[], None]:
     """Replays the arm's own samples through pytest-benchmark, so that its tools can read them."""
     from pytest_engram.report.benchmark import publish
 

@@ -12,11 +12,17 @@ from typing import Any
 from pytest_engram import codec
 from pytest_engram.engines import engine_class
 from pytest_engram.errors import EngramError
+from pytest_engram.gpu.nvml import gpu_sources
 from pytest_engram.model import Evidence, Plan, Problem, RunRecord, ScheduledRun, Status
+from pytest_engram.numa.topology import read_topology
 from pytest_engram.numa.world import RankSpec, run_world
 from pytest_engram.provenance import collect
 
 PEER = "pytest_engram.peer:main"
+CONTROL_RUNS = 12
+_STOPPED = Problem(
+    code="stopped-after-correctness", message="an earlier run gave wrong rows", status=Status.BLOCKED
+)  # a peer ends its world there
 Progress = Callable[[str, Any], None]
 
 
@@ -27,7 +33,7 @@ def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.execu
     interpreter that has this package installed.
     """
     tell = progress or (lambda _kind, _value: None)
-    provenance = collect()
+    provenance = {**collect(), "topology": {"value": codec.to_builtins(read_topology(gpu_sources=gpu_sources()))}}
     records: list[RunRecord] = []
     problems: list[Problem] = []
     for world in _worlds(plan):
@@ -35,9 +41,7 @@ def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.execu
         records += done
         if problem is not None:
             problems.append(problem)
-            records += [_lost(run, problem) for run in world[len(done) :]]
-            if plan.experiment.unit != "allocation":
-                break
+        records += [_lost(run, problem or _STOPPED) for run in world[len(done) :]]
     control = _control(plan, tell, python) if plan.experiment.positive_control and not problems else ()
     return Evidence(
         plan=plan, runs=tuple(records), provenance=provenance, problems=tuple(problems), control=tuple(control)
@@ -113,9 +117,6 @@ def _control(plan: Plan, tell: Progress, python: str) -> list[RunRecord]:
         plan, experiment=experiment, placements=placements, backends=backends, schedule=order, cpus=plan.cpus[:1]
     )
     return [record for world in _worlds(alone) for record in _run_world(alone, world, tell, python)[0]]
-
-
-CONTROL_RUNS = 12
 
 
 def main(argv: list[str] | None = None) -> int:

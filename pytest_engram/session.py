@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_engram import engines, experiment, gates, planning
-from pytest_engram.errors import EngramError, NotMeasurable, UsageError
+from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.model import Evidence, Experiment, Problem, Status, Topology, Verdict
 
-MARKER_OF_VARIABLE = {"policy": "numa", "submission": "overlap", "cap": "overlap", "backend": "serving"}
-MEASUREMENT_MARKERS = frozenset(MARKER_OF_VARIABLE.values())
+MEASUREMENT_MARKERS = frozenset({"numa", "overlap", "serving"})
 DEFAULT_EXPERIMENTS = Path(str(resources.files("pytest_engram.fixtures") / "experiments"))
 
 
@@ -60,6 +59,7 @@ class Session:
 
     @property
     def enforcing(self) -> bool:
+        """Whether verdicts set the exit code."""
         return bool(self.option("--engram-gate") == "enforce")
 
     def outcome(self, identifier: str) -> Outcome:
@@ -100,9 +100,11 @@ class Session:
                 self.outcomes[identifier] = Outcome(gates.evaluate(outcome.evidence, prior=prior), outcome.evidence)
 
     def verdicts(self) -> list[Verdict]:
+        """In the order in which they were reached."""
         return [outcome.verdict for outcome in self.outcomes.values()]
 
     def evidences(self) -> Iterator[Evidence]:
+        """Those that were taken."""
         return (outcome.evidence for outcome in self.outcomes.values() if outcome.evidence is not None)
 
 
@@ -169,5 +171,3 @@ def parse_duration(text: str) -> float:
         raise UsageError(repr(text), code="bad-duration", expected="a positive time such as 90s, 10m or 1h")
     return seconds
 
-
-__all__ = ["EngramError", "Outcome", "Session", "parse_duration", "parse_requirements"]

@@ -76,7 +76,8 @@ def test_the_ladder_can_fail(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     (tmp_path / "numa").mkdir()
     planted = tmp_path / "numa" / "bad.py"
-    planted.write_text("import ctypes\nimport torch\nfrom pytest_engram.runner import run\nfrom pytest_engram import gpu\n")
+    lines = ("import ctypes", "import torch", "from pytest_engram.runner import run", "from pytest_engram import gpu")
+    planted.write_text("\n".join(lines))
     assert len(violations(planted)) == 4
 
 

@@ -142,7 +142,7 @@ def read_worker(source: Source, pid: int, limits: Limits) -> Worker:
     names = attempt("environ", lambda: _environment(source.text(pid, "environ")), {})
     titles = _titles(source, pid)
     spans = [span for vma in vmas if (span := _candidate(pid, vma, limits.min_bytes))]
-    if folder := limits.probe or names.get(probe.VARIABLE) and source.root / f"proc/{pid}/root/{names[probe.VARIABLE]}":
+    if folder := limits.probe or (names.get(probe.VARIABLE) and source.root / f"proc/{pid}/root/{names[probe.VARIABLE]}"):
         spans = attempt("probe", lambda: _recorded(source, pid, folder, vmas, status) + spans, spans)
     resident = sum(int(status.get(name, "0").split()[0]) << 10 for name in ("VmRSS", "HugetlbPages"))
     walk = min(resident, max((vma.end - vma.start for vma in vmas), default=0)) / PAGE / WALK_RATE

@@ -11,7 +11,7 @@ def place(array: Any, engine: str) -> Any:
     """A numpy array as the backends of ``engine`` take it; a view with a stride stays a view with that stride."""
     if engine == "cpu":
         return array
-    import torch  # noqa: PLC0415 - only the CUDA engine has torch
+    import torch
 
     if array.flags.c_contiguous:
         return torch.from_numpy(array).cuda()
@@ -24,7 +24,7 @@ def bf16_buffer(shape: tuple[int, ...], pattern: int, engine: str) -> Any:
     bits = np.full(shape, pattern, dtype=np.uint16)
     if engine == "cpu":
         return bits
-    import torch  # noqa: PLC0415 - only the CUDA engine has torch
+    import torch
 
     return place(bits.view(np.int16), engine).view(torch.bfloat16)
 
@@ -33,7 +33,7 @@ def to_numpy(array: Any) -> Any:
     """A numpy array of a backend's answer; bfloat16 tensors become u16 bit patterns."""
     if isinstance(array, np.ndarray):
         return array
-    import torch  # noqa: PLC0415 - only a torch backend gets here
+    import torch
 
     tensor = array.detach().cpu()
     if tensor.dtype == torch.bfloat16:

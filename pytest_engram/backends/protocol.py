@@ -53,6 +53,8 @@ class Hasher(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
+    """One Engram implementation."""
+
     name: str
     engines: frozenset[str]  # "cpu", "cuda"
     capabilities: frozenset[str]  # subset of CAPABILITIES: the rest is reported as not supported

@@ -48,21 +48,21 @@ class ReferenceBackend:
     def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
         """On numpy arrays ``cap`` only bounds the reported grid: one thread serves all rows."""
         if not isinstance(out, np.ndarray):
-            from pytest_engram.gpu.gather import lookup  # noqa: PLC0415 - needs torch and triton
+            from pytest_engram.gpu.gather import lookup
 
             table: Any = shard
             return Launch(*lookup(table, ids, out, cap=cap))
         lookup_rows(shard, ids, out)
         return Launch(*ledger.launch(len(ids), shard.local_heads, cap))
 
-    def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
+    def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         """See the protocol; numpy and torch arrays alike."""
         xp = np if isinstance(hidden, np.ndarray) else import_module("torch")
         return gated_residual(hidden, key, value, query_norm, key_norm, keep=keep, xp=xp)
 
     def prefetch(self, setup: EngineSetup) -> Engine:
         """The suite's own CPU engine, whose lookups and gates are those of ``setup.backend``."""
-        from pytest_engram.engines.cpu import CpuEngine  # noqa: PLC0415 - only these cases need an engine
+        from pytest_engram.engines.cpu import CpuEngine
 
         return CpuEngine(setup)
 

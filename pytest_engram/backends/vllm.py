@@ -80,7 +80,7 @@ class VllmBackend:
         tiles = -(-count // TILE_ROWS)
         return Launch(rows=count, tiles=tiles, grid=min(tiles, programs))
 
-    def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - Backend
+    def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         """vLLM's ``Engram.forward`` with one hyper-connection copy.
 
         The rows are already projected here, so [key | value] takes the place of the staged rows and the projection

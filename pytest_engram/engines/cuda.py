@@ -76,7 +76,7 @@ class CudaEngine:
     def bind(rank: int) -> Any:
         """Make the rank's GPU current and return it; before anything is registered or allocated there."""
         registration.require()
-        import torch  # noqa: PLC0415
+        import torch
 
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -120,7 +120,7 @@ class CudaEngine:
 
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
         """See :class:`~pytest_engram.engines.protocol.Engine`; the same stream and the same staging as a step."""
-        import torch  # noqa: PLC0415
+        import torch
 
         step = _Step(self._prepare(batch, settings), None, settings, timeline.Marks(self._platform.cuda, full=False))
         self._prefetch.staging.view(torch.int16).fill_(_IMPOSSIBLE)
@@ -152,7 +152,7 @@ class CudaEngine:
         return self._upload(self._hasher(batch))
 
     def _upload(self, array: Any) -> Any:
-        import torch  # noqa: PLC0415
+        import torch
 
         tensor = array if isinstance(array, torch.Tensor) else torch.tensor(array)
         return tensor.to(self._platform.device)
@@ -233,7 +233,7 @@ class _Step:
 
 def _platform(rank: int) -> Platform:
     device = CudaEngine.bind(rank)
-    import torch  # noqa: PLC0415
+    import torch
 
     return Platform(cuda=torch.cuda, device=device, view=device_view, spin=timeline.spin)
 
@@ -253,7 +253,7 @@ def _gpu_state(platform: Platform) -> dict[str, float]:
     """What the management library says of this GPU, matched by UUID; empty where it is missing."""
     if platform.device.type != "cuda":
         return {}
-    from pytest_engram.gpu.nvml import Nvml  # noqa: PLC0415
+    from pytest_engram.gpu.nvml import Nvml
 
     try:
         library = Nvml()

@@ -17,7 +17,7 @@ class Decoder:
     """Weights from a seed, each used once per step; T tokens, D hidden size, residual stream float32 [T, D]."""
 
     def __init__(self, layout: EngramLayout, workload: Workload, seed: int, device: Any) -> None:
-        import torch  # noqa: PLC0415
+        import torch
 
         self._torch: Any = torch
         self._generator = torch.Generator(device).manual_seed(seed)

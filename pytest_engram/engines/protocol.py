@@ -51,10 +51,13 @@ class EngineSetup:
 class Registration(Protocol):
     """A registered host range; ``close`` unregisters exactly once."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unregister."""
 
 
 class Engine(Protocol):
+    """One rank's suite loop."""
+
     name: str
     resolution_ns: int
     hold: bool  # an asynchronous engine starts a step only when all of it is enqueued: events then time the device
@@ -68,4 +71,5 @@ class Engine(Protocol):
     def drift(self) -> dict[str, float]:
         """What can drift between runs and was read just now: clocks, temperatures, load."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the queue and let go of the table."""

@@ -1,5 +1,5 @@
 """The Triton kernels; the only module that imports Triton at its top, so it is itself imported inside functions."""
-# ruff: noqa: N803, N806, PLR0917 - Triton's constants are upper case, and a kernel takes all it needs
+# ruff: noqa: N803, N806 - Triton's constants are upper case, and a kernel takes all it needs
 # mypy: ignore-errors
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def lookup(shard: Shard, ids: Any, out: Any, *, cap: int | None = None, warps: i
     made = ledger.launch(ids.shape[0], shard.local_heads, full_grid(out.device) if cap is None else cap)
     shape = Shape(made.rows, made.tiles, made.grid)
     if shape.rows:
-        from pytest_engram.gpu._kernels import lookup_kernel  # noqa: PLC0415 - needs Triton
+        from pytest_engram.gpu._kernels import lookup_kernel
 
         lookup_kernel[(shape.grid,)](
             shard.weight, shard.scales, ids, out, shape.rows, shard.start, shard.end, ids.stride(0), ids.stride(1),
@@ -103,7 +103,7 @@ def _words(tensor: Any) -> str:
 
 @lru_cache
 def _sms(index: int | None) -> int:
-    import torch  # noqa: PLC0415
+    import torch
 
     device = torch.cuda.current_device() if index is None else index
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

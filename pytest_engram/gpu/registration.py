@@ -53,7 +53,7 @@ class _TorchCudart:
     """:class:`Cudart` over ``torch.cuda.cudart()``."""
 
     def __init__(self) -> None:
-        import torch  # noqa: PLC0415
+        import torch
 
         cuda: Any = torch.cuda
         cuda.init()
@@ -211,7 +211,7 @@ def unavailable() -> str | None:
 
 def _absence() -> tuple[str, str, str] | None:
     try:
-        import torch  # noqa: PLC0415
+        import torch
     except ImportError as error:
         return "no-torch", f"torch cannot be imported: {error}", "install pytest-engram[gpu]"
     if torch.version.cuda is None:

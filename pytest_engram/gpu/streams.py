@@ -21,7 +21,7 @@ class PrefetchStream:
     """
 
     def __init__(self, layers: int, max_tokens: int, heads: int, dim: int, *, device: Any = None, cuda: Any = None):
-        import torch  # noqa: PLC0415
+        import torch
 
         self._cuda: Any = torch.cuda if cuda is None else cuda
         place = torch.device("cuda", self._cuda.current_device()) if device is None else device

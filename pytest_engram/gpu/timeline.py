@@ -86,7 +86,7 @@ class Marks:
 
 def spin(nanoseconds: int) -> None:
     """Occupy the current stream for that long by the GPU's global timer; one program on one SM."""
-    from pytest_engram.gpu._kernels import spin_kernel  # noqa: PLC0415 - needs Triton
+    from pytest_engram.gpu._kernels import spin_kernel
 
     spin_kernel[(1,)](nanoseconds, num_warps=1)
 

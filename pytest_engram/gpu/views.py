@@ -61,14 +61,14 @@ def _refused(code: str, seen: str, expected: str) -> EngramError:
 
 
 def _tensor(view: HostView) -> Any:
-    import torch  # noqa: PLC0415
+    import torch
 
     return torch.as_tensor(view, device="cuda")
 
 
 def _device_pointer(address: int) -> int:
     """cudaHostGetDevicePointer; torch does not bind it, so its driver twin is called."""
-    import torch  # noqa: PLC0415
+    import torch
 
     cuda: Any = torch.cuda
     cuda.synchronize()  # makes torch's context current on this thread

@@ -8,6 +8,7 @@ from typing import Any
 from pytest_engram.model.requests import Plan, Slo
 from pytest_engram.model.words import SCHEMA_VERSION, Moment, Status
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A named absence or failure that stands in a record's place; never a missing record."""
@@ -106,6 +107,7 @@ class StartupSample:
 
     @property
     def seconds(self) -> float:
+        """All steps of this rank together."""
         return sum(receipt.seconds for receipt in self.receipts)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest_engram.model.words import SCHEMA_VERSION, Claim
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
     """One shared table that is asked for: which ranks map it and where its pages should lie.

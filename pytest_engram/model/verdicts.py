@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pytest_engram.model.words import SCHEMA_VERSION, Claim, Status
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
     """A paired effect over blocks as ratio − 1, with the interval that inverts the test; raw block effects kept."""

@@ -10,7 +10,7 @@ SCHEMA_VERSION = 1  # 1: first published form of Plan, Evidence and Verdict
 class Status(str, Enum):
     """What a gate, an experiment or a run may say; there is no seventh word."""
 
-    PASS = "PASS"
+    PASS = "PASS"  # noqa: S105 - a status
     FAIL = "FAIL"
     INCONCLUSIVE = "INCONCLUSIVE"
     NOT_MEASURED = "NOT_MEASURED"

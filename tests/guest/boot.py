@@ -19,12 +19,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "guest"
 MODULES = ("virtio_pci", "9pnet_virtio", "9p")
 TIMED_OUT, PANICKED, UNAVAILABLE = 124, 70, 69
 ACCELERATOR = "tcg,thread=single,tb-size=512"
+GUEST_OUT = "/mnt/out"  # what $OUT says in the guest, see init.sh
 QUIET = "panic=-1 quiet loglevel=3 numa_balancing=disable norandmaps nokaslr mitigations=off"
 
 
@@ -159,20 +161,10 @@ def _build_initramfs(cache: Path, target: Path) -> None:
         target.write_bytes(gzip.compress(archive, 1))
 
 
-def below_tmp(*places: Path | str) -> list[str]:
-    """The places that the guest's own tmpfs on /tmp would hide; each once, none inside another."""
-    found = sorted({str(place) for place in places if Path(place).is_relative_to("/tmp")})
-    return [place for place in found if not any(place.startswith(f"{other}/") for other in found)]
-
-
-def boot(machine: Machine, command: list[str], out: Path, *, timeout: float, cwd: Path = ROOT) -> int:
-    """Run ``command`` in the guest; files it writes under ``$OUT`` appear in ``out``.  Returns its exit code."""
-    kernel, initramfs = prepare()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "command.sh").write_text(f"cd {shlex.quote(str(cwd))} && exec {shlex.join(command)}\n")
-    (out / "keep").write_text("".join(f"{place}\n" for place in below_tmp(cwd, sys.prefix, sys.base_prefix)))
+def arguments(machine: Machine, kernel: Path, initramfs: Path, out: Path) -> list[str]:
+    """The whole qemu command for a machine; ``out`` is the folder that the guest may write to."""
     memory = sum(node.mib for node in machine.nodes)
-    qemu = [
+    return [
         "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max", "-smp", f"{machine.cpus},sockets={machine.cpus}",
         "-m", f"{memory}M", "-display", "none", "-vga", "none", "-nodefaults", "-no-reboot", "-serial", "stdio",
         "-device", "isa-debug-exit,iobase=0xf4,iosize=0x04",
@@ -183,11 +175,44 @@ def boot(machine: Machine, command: list[str], out: Path, *, timeout: float, cwd
         "-device", "virtio-9p-pci,fsdev=out,mount_tag=out,bus=pcie.0",
         *numa_arguments(machine),
     ]  # fmt: skip
+
+
+def below_tmp(*places: Path | str) -> list[str]:
+    """The places that the guest's own tmpfs on /tmp would hide; each once, none inside another."""
+    found = sorted({str(place) for place in places if Path(place).is_relative_to("/tmp")})
+    return [place for place in found if not any(place.startswith(f"{other}/") for other in found)]
+
+
+def boot(
+    machine: Machine,
+    command: list[str],
+    out: Path,
+    *,
+    timeout: float,
+    cwd: Path = ROOT,
+    console: IO[bytes] | None = None,
+) -> int:
+    """Run ``command`` in the guest; files it writes under ``$OUT`` appear in ``out``.  Returns its exit code.
+
+    The serial console goes to ``console``, by default to our own output.
+    """
+    kernel, initramfs = prepare()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "command.sh").write_text(f"cd {shlex.quote(str(cwd))} && exec {shlex.join(command)}\n")
+    (out / "keep").write_text("".join(f"{place}\n" for place in below_tmp(cwd, sys.prefix, sys.base_prefix)))
+    qemu = arguments(machine, kernel, initramfs, out)
     try:
-        status = subprocess.run(qemu, stdin=subprocess.DEVNULL, timeout=timeout, check=False).returncode
+        status = subprocess.run(
+            qemu, stdin=subprocess.DEVNULL, stdout=console, stderr=console, timeout=timeout, check=False
+        ).returncode
     except subprocess.TimeoutExpired:
         return TIMED_OUT
-    return PANICKED if status % 2 == 0 else (status - 1) // 2
+    return exit_code(status)
+
+
+def exit_code(status: int) -> int:
+    """The debug port turns the command's code c into 2c + 1; anything even, or a signal's number, is no answer."""
+    return (status - 1) // 2 if status > 0 and status % 2 else PANICKED
 
 
 def main() -> int:
@@ -197,15 +222,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("command", nargs="+")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args()
     start = time.monotonic()
     try:
-        out = arguments.out or Path(tempfile.mkdtemp(prefix="numa-guest-"))
-        code = boot(MACHINES[arguments.machine], arguments.command, out, timeout=arguments.timeout)
+        out = chosen.out or Path(tempfile.mkdtemp(prefix="numa-guest-"))
+        code = boot(MACHINES[chosen.machine], chosen.command, out, timeout=chosen.timeout)
     except Unavailable as reason:
         print(f"NOT_MEASURED: no NUMA guest here: {reason}")
         return UNAVAILABLE
-    print(f"guest {arguments.machine}: exit {code} after {time.monotonic() - start:.0f} s, results in {out}")
+    print(f"guest {chosen.machine}: exit {code} after {time.monotonic() - start:.0f} s, results in {out}")
     return code
 
 

@@ -26,10 +26,11 @@ SIZE = 64 * 4096
 
 @pytest.fixture
 def memfd() -> Iterator[Backing]:
-    """A mapped, untouched memfd of 64 pages."""
+    """A mapped, untouched memfd of 64 pages that will lie on node 0."""
     backing = BACKINGS["memfd"](SIZE)
     backing.create()
     backing.map()
+    _syscalls.mbind(backing.address, SIZE, _syscalls.MPOL_BIND, (0,))
     yield backing
     backing.close()
 

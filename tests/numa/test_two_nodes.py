@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def test_interleave_is_half_and_half() -> None:
     table.close()
 
 
+@pytest.fixture
+def one_cpu() -> Iterator[None]:
+    """Stay on one CPU, so that the default policy means one node."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.usefixtures("one_cpu")
 def test_a_late_policy_is_shown_but_moves_nothing() -> None:
     """K15: mbind after the touch returns 0 and numa_maps shows it; the audit says where the pages really are."""
     first = build("default")
@@ -68,6 +79,7 @@ def test_one_table_per_node_in_lock_step(world: Any) -> None:
     assert [result["distributions"][0]["pages"] for result in results] == [{str(node): 768} for node in NODES[:2]]
 
 
+@pytest.mark.usefixtures("one_cpu")
 def test_moving_a_page_is_seen_by_the_audit() -> None:
     """Negative control of the audit: one page moved on purpose is one page elsewhere."""
     table = build("default", backing="anon-thp")
