@@ -13,9 +13,17 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from pytest_engram import gates
-from pytest_engram.errors import UsageError
+from pytest_engram.backends import load_backend
+from pytest_engram.errors import EngramError, UsageError
 from pytest_engram.model import Problem, Status, Verdict
-from pytest_engram.session import MEASUREMENT_MARKERS, Outcome, Session, parse_duration, parse_requirements
+from pytest_engram.session import (
+    MEASUREMENT_MARKERS,
+    Outcome,
+    Session,
+    check_numbers,
+    parse_duration,
+    parse_requirements,
+)
 
 GATE_PROPERTY = "engram_status"
 
@@ -32,10 +40,7 @@ class Edge:
         self.foreign_failures = 0
         self.section: dict[str, Any] | None = None
         self._budget = parse_duration(text) if (text := config.getoption("--engram-time-budget")) else None
-        if config.getoption("--engram-experiments"):
-            self.session.experiments  # noqa: B018  a bad YAML is an error at start-up
-        if config.getoption("--engram-require"):
-            parse_requirements(config.getoption("--engram-require"), self.session.experiments)
+        self._check_options()
         # Our own section is written even where pytest-benchmark, which would warn, writes nothing.
         warnings.filterwarnings("ignore", message="Not saving anything, no benchmarks have been run")
         self._refuse_xdist()
@@ -43,6 +48,15 @@ class Edge:
 
     def _option(self, name: str) -> Any:
         return self._budget if name == "--engram-time-budget" else self.config.getoption(name)
+
+    def _check_options(self) -> None:
+        """What the user named must exist before anything is collected; defaults cost nothing here."""
+        option = self.config.getoption
+        check_numbers(option("--engram-rows"), option("--engram-pairs"))
+        for spec in {option("--engram-backend"), option("--engram-candidate")} - {None, "reference"}:
+            load_backend(spec)
+        if option("--engram-experiments") or option("--engram-require"):
+            parse_requirements(option("--engram-require"), self.session.experiments)
 
     def _refuse_xdist(self) -> None:
         """Parallel workers would measure each other: `-n` with a `-m` that names measurement is refused."""
@@ -95,6 +109,11 @@ class Edge:
             callspec = getattr(item, "callspec", None)
             if callspec and "engram_experiment" in callspec.params and "engram_arm" not in callspec.params:
                 self.selected.add(callspec.params["engram_experiment"])
+        if self.session.forced is None:
+            try:
+                self.session.preflight(sorted(self.selected))
+            except EngramError as error:
+                raise pytest.UsageError(str(error)) from None
 
     # ----------------------------------------------------------- settlement
 
@@ -145,8 +164,9 @@ class Edge:
             return pytest_code
         if pytest_code == 1 and self.foreign_failures:
             return 1
-        if self.correctness["other"] and not self.correctness["passed"] and not self.session.outcomes:
-            return gates.EXIT_NOT_MEASURED
+        if not self.session.outcomes:
+            nothing_passed = self.correctness["other"] and not self.correctness["passed"]
+            return gates.EXIT_NOT_MEASURED if nothing_passed and pytest_code == 0 else pytest_code
         if not self.session.enforcing:
             return 1 if pytest_code == 1 else 0
         required = parse_requirements(self.config.getoption("--engram-require"), self.session.experiments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import engines, experiment, gates, planning
+from pytest_engram import engines, experiment, gates, planning, schedule
+from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.model import Evidence, Experiment, Problem, Status, Topology, Verdict
+from pytest_engram.numa import capacity
 
 MEASUREMENT_MARKERS = frozenset({"numa", "overlap", "serving"})
 DEFAULT_EXPERIMENTS = Path(str(resources.files("pytest_engram.fixtures") / "experiments"))
@@ -67,6 +70,17 @@ class Session:
         if identifier not in self.outcomes:
             self.outcomes[identifier] = self._measure(self.experiments[identifier])
         return self.outcomes[identifier]
+
+    def preflight(self, identifiers: list[str]) -> None:
+        """Refuse, before the first run, a table that does not fit; what cannot be measured here is left for later."""
+        for identifier in identifiers:
+            with contextlib.suppress(NotMeasurable):
+                plan = planning.make_plan(self.experiments[identifier], self.topology, self.choices)
+                size = table_bytes(planning.layout_for(plan))
+                for placement in plan.placements.values():
+                    capacity.check_capacity(
+                        placement, size, capacity.live_memory(), capacity.shm_free(), capacity.cgroup_free()
+                    )
 
     def _measure(self, chosen: Experiment) -> Outcome:
         if self.forced is not None:
@@ -157,6 +171,17 @@ def parse_requirements(text: str | None, known: dict[str, Experiment]) -> dict[s
             )  # fmt: skip
         required[name] = int(gate)
     return required
+
+
+def check_numbers(rows: str | None, blocks: int | None) -> None:
+    """Raise ``UsageError`` for a row count or a number of blocks that cannot be."""
+    if rows is not None and rows != "full" and not (rows.isdigit() and int(rows) > 0):
+        raise UsageError(repr(rows), code="bad-rows", where="--engram-rows", expected="a positive number, or full")
+    if blocks is not None and blocks < schedule.MINIMUM_BLOCKS:
+        raise UsageError(
+            f"{blocks} blocks", code="too-few-blocks", where="--engram-pairs",
+            expected=f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %",
+        )  # fmt: skip
 
 
 def parse_duration(text: str) -> float:

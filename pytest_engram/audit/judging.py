@@ -1,25 +1,32 @@
-"""Pages, shared backings and the server's latencies of the workers that were read; what follows and what does not."""
+"""The pages of the workers' tables, what contradicts what, and what none of it proves."""
 
 from __future__ import annotations
 
 import array
 import bisect
 import errno
+import os
 import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pytest_engram.audit.reading import PAGE, Limits, Source, Span, Worker, problem
-from pytest_engram.errors import EngramError
-from pytest_engram.model import Problem, Topology
+from pytest_engram.audit.reading import ENGRAM, PAGE, Limits, Source, Span, Worker, problem, read_worker
+from pytest_engram.model import Problem, Status, Topology
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.tree import parse_list
 
-REMOTE = 0.05  # share of a table's pages away from its GPU that is worth a finding, beyond the sampling bound
+REMOTE = 0.05  # share of a table's pages away from its GPU that is a finding, beyond the sampling bound
 _HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
+_METRICS = {"time_to_first_token": "ttft", "inter_token_latency": "itl", "time_per_output_token": "itl"}
+NOT_PROVEN = (
+    "that a table is slow or that moving it helps: pages say where reads go, not what they cost",
+    "that a shown policy, a CPU mask or Mems_allowed placed anything: only the page counts are evidence",
+    "that a mapping found by its name or size is an Engram table: only ranges recorded by pytest_engram.probe are",
+    "that latency follows from placement: the engines' means are since their start, over whatever load they had",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +60,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that the evidence shows; ``who`` is a worker or a table."""
-
-    code: str
-    who: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """Means since the server started, None where it counted nothing; ``pids`` as far as they could be told."""
 
@@ -70,6 +68,35 @@ class Engine:
     itl_ms: float | None
     pids: tuple[int, ...]
     remote: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One look at a server; ``findings`` are INVALID where something contradicts."""
+
+    schema: int = 1
+    workers: tuple[Worker, ...]
+    tables: tuple[Table, ...]
+    engines: tuple[Engine, ...]
+    findings: tuple[Problem, ...]
+    evidence: tuple[str, ...]
+    not_proven: tuple[str, ...] = NOT_PROVEN
+    next_command: str
+
+
+def look(
+    source: Source, pids: Sequence[int], limits: Limits, topology: Topology, *, metrics: str = "", matched: bool = False
+) -> Report:
+    """Read and judge once.  Matched processes that hold neither a table nor a GPU are left out."""
+    workers = [read_worker(source, pid, limits, topology) for pid in pids]
+    workers = [one for one in workers if not matched or one.spans or one.gpus or one.problems]
+    tables, unasked = read_tables(source, workers, limits.pages)
+    workers = [replace(one, spans=(), problems=one.problems + unasked.get(one.pid, ())) for one in workers]
+    found = (*_findings(workers, tables, topology), *_leftovers(source, tables))
+    return Report(
+        workers=tuple(workers), tables=tuple(tables), engines=tuple(engines(metrics, workers, tables)), findings=found,
+        evidence=tuple(_evidence(source, workers, tables)), next_command=_next(workers, tables, {p.code for p in found}),
+    )  # fmt: skip
 
 
 def offsets(low: int, high: int, limit: int, key: str) -> tuple[Sequence[int], float]:
@@ -92,8 +119,8 @@ def ask(source: Source, pid: int, spans: Sequence[Span], where: Sequence[int]) -
         low, high = (bisect.bisect_left(where, at) for at in (span.offset, span.offset + span.end - span.start))
         for first in range(low, high, pages.CHUNK_PAGES):
             chunk = where[first : min(first + pages.CHUNK_PAGES, high)]
-            answer = source.status(pid, [at + span.start - span.offset for at in chunk])
-            found[first : first + len(chunk)] = array.array("i", map(_answered, array.array("i", answer)))
+            answer = array.array("i", source.status(pid, [at + span.start - span.offset for at in chunk]))
+            found[first : first + len(chunk)] = array.array("i", map(_answered, answer))
     return found
 
 
@@ -102,30 +129,28 @@ def _answered(status: int) -> int:
 
 
 def read_tables(
-    source: Source, workers: Sequence[Worker], near: dict[int, int | None], limits: Limits
-) -> tuple[list[Table], list[Problem]]:
-    """Every backing of the workers, and what could not be asked; ``near`` is each worker's GPU node."""
-    spans = sorted(((span.key, one.pid, span) for one in workers for span in one.spans), key=lambda item: item[:2])
-    tables, problems = [], []
-    for key, items in groupby(spans, key=lambda item: item[0]):
-        members = [(pid, [span for *_, span in own]) for pid, own in groupby(items, key=lambda item: item[1])]
-        everyone = [span for _, own in members for span in own]
-        low, high = (min(one.offset for one in everyone), max(one.offset + one.end - one.start for one in everyone))
-        where, bound = offsets(low, high, limits.pages, key)
+    source: Source, workers: Sequence[Worker], limit: int
+) -> tuple[list[Table], dict[int, tuple[Problem, ...]]]:
+    """Every backing of the workers, and per worker what could not be asked."""
+    items = sorted(((span.key, one.pid) for one in workers for span in one.spans), key=lambda item: item[0])
+    by_pid, problems, tables = {one.pid: one for one in workers}, {}, []
+    for key, members in groupby(dict.fromkeys(items), key=lambda item: item[0]):
+        own = {pid: [span for span in by_pid[pid].spans if span.key == key] for _, pid in members}
+        spans = [span for some in own.values() for span in some]
+        low, high = min(one.offset for one in spans), max(one.offset + one.end - one.start for one in spans)
+        where, bound = offsets(low, high, limit, key)
         merged, views = array.array("i", [-errno.ENXIO]) * len(where), []
-        for pid, own in members:
+        for pid, some in own.items():
             try:
-                found = ask(source, pid, own, where)
-            except (OSError, EngramError) as error:
-                problems.append(problem(pid, "move_pages", error))
+                found = ask(source, pid, some, where)
+            except OSError as error:
+                problems[pid] = (*problems.get(pid, ()), problem(pid, "move_pages", error))
                 continue
             merged = array.array("i", map(max, merged, found))  # a node wins over every reason
-            views.append(_view(pid, own, found, near.get(pid)))
+            views.append(_view(by_pid[pid], some, found))
         placed, unplaced = _counts(merged)
-        tables.append(Table(
-            key=key, kind=everyone[0].kind, name=everyone[0].name, nbytes=high - low, asked=len(where), bound=bound,
-            pages=placed, unplaced=unplaced, views=tuple(views),
-        ))  # fmt: skip
+        tables.append(Table(key=key, kind=spans[0].kind, name=spans[0].name, nbytes=high - low, asked=len(where),
+                            bound=bound, pages=placed, unplaced=unplaced, views=tuple(views)))  # fmt: skip
     return tables, problems
 
 
@@ -135,56 +160,32 @@ def _counts(found: array.array[int]) -> tuple[dict[int, int], dict[str, int]]:
     return {status: count for status, count in counts if status >= 0}, unplaced
 
 
-def _view(pid: int, spans: Sequence[Span], found: array.array[int], node: int | None) -> View:
+def _view(worker: Worker, spans: Sequence[Span], found: array.array[int]) -> View:
     placed, unplaced = _counts(found)
     kb = [span.kb for span in spans if span.kb]
     page_kb = max((one["KernelPageSize"] for one in kb), default=None)
     huge = sum(one.get(name, 0) for one in kb for name in _HUGE)
     mapped = sum(one.get(name, 0) for one in kb for name in ("Rss", "Shared_Hugetlb", "Private_Hugetlb"))
-    told: Counter[int] = Counter()
-    for line in (span.line for span in spans if span.line):
+    lines, told = [span.line for span in spans if span.line], Counter[int]()
+    for line in lines:
         told.update({number: count * (line.page_bytes or 0) for number, count in line.pages.items()})
-    words = sorted({span.line.policy for span in spans if span.line})
-    away = sum(placed.values()) - placed.get(node, 0) if node is not None else 0
+    known = worker.node is not None and placed
     return View(
-        pid=pid, pages=placed, unplaced=unplaced, page_kb=page_kb, huge_share=huge / mapped if mapped else None,
-        remote=away / sum(placed.values()) if placed and node is not None else None,
+        pid=worker.pid, pages=placed, unplaced=unplaced, page_kb=page_kb, huge_share=huge / mapped if mapped else None,
+        remote=1 - placed.get(worker.node or 0, 0) / sum(placed.values()) if known else None,
         pss_bytes=sum(one["Pss"] for one in kb) << 10 if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
-        policy_shown=" ".join(words) or None, numa_maps_bytes=dict(told) if words else None,
+        policy_shown=", ".join(sorted({line.policy for line in lines})) or None, numa_maps_bytes=dict(told) or None,
     )  # fmt: skip
 
 
-def gpus_of(source: Source, worker: Worker) -> list[str]:
-    """PCI addresses of the GPUs whose device file the worker maps: known inside containers too, free of remapping."""
-    folder = "proc/driver/nvidia/gpus"
-    found = {pci: source.tree.text(f"{folder}/{pci}/information") or "" for pci in source.tree.names(folder)}
-    minors = {pci: re.search(r"Device Minor:\s*(\d+)", text) for pci, text in found.items()}
-    return [pci for pci, minor in minors.items() if minor and int(minor[1]) in worker.minors]
-
-
-def near_node(pcis: Sequence[str], topology: Topology) -> tuple[int | None, str]:
-    """(The one node near all of these GPUs, how it is known), or (None, why not)."""
-    nodes = {gpu.pci: gpu.numa_node for gpu in topology.gpus if gpu.pci in pcis}
-    if len(set(nodes.values())) == 1 and None not in nodes.values():
-        return min(node for node in nodes.values() if node is not None), ", ".join(nodes)
-    return None, f"GPUs {nodes}" if nodes else "maps no known GPU"
-
-
-def findings(workers: Sequence[Worker], tables: Sequence[Table], near: dict[int, int | None], topology: Topology
-             ) -> Iterator[Finding]:  # fmt: skip
+def _findings(workers: Sequence[Worker], tables: Sequence[Table], topology: Topology) -> Iterator[Problem]:
     """What the kernel's answers contradict; a request that cannot be checked yields nothing."""
     for worker in workers:
-        for code, text in (*_memory(worker), *_cpus(worker, topology), *_map(worker, topology)):
-            yield Finding(code=code, who=f"worker {worker.pid}", text=text)
-    for table in tables:
-        for view in table.views:
-            if view.remote is not None and view.remote - table.bound > REMOTE:
-                text = f"{view.remote:.1%} of {table.name} lies away from node {near[view.pid]}, the GPU's"
-                yield Finding(code="remote-pages", who=f"worker {view.pid}", text=text)
-            exact = {node: count * PAGE for node, count in view.pages.items()}
-            if table.bound == 0 and view.numa_maps_bytes not in (None, exact) and table.kind != "probe":
-                text = f"move_pages counts {exact} bytes of {table.name}, numa_maps {view.numa_maps_bytes}"
-                yield Finding(code="route-disagreement", who=f"worker {view.pid}", text=text)
+        for code, text in (*_memory(worker), *_cpus(worker, topology), *_nodes(worker, topology)):
+            yield Problem(code=code, message=text, who=f"worker {worker.pid}")
+        for table, view in ((table, view) for table in tables for view in table.views if view.pid == worker.pid):
+            for code, text in _pages(worker, table, view):
+                yield Problem(code=code, message=text, who=f"worker {worker.pid}", where=table.key)
 
 
 def _memory(worker: Worker) -> Iterator[tuple[str, str]]:
@@ -192,51 +193,89 @@ def _memory(worker: Worker) -> Iterator[tuple[str, str]]:
     if shown and asked and shown != f"bind:{asked}":
         yield "membind-dropped", f"--membind {asked} was asked, the task's policy shows {shown}"
     if shown and not asked and "numa-bind" in worker.asked and not shown.startswith("bind"):
-        yield "membind-dropped", f"--numa-bind was asked, the task's policy shows {shown}: at most the CPUs are bound"
+        yield "membind-dropped", f"--numa-bind was asked, the task's policy shows {shown}: at most its CPUs are bound"
 
 
 def _cpus(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
     asked = worker.asked.get("cpunodebind", "")
-    if not re.fullmatch(r"[\d,-]+", asked) or not worker.cpus:
-        return
-    wanted = {cpu for node in parse_list(asked, where="--cpunodebind") for cpu in _cpus_of(node, topology)}
-    if not set(parse_list(worker.cpus, where="Cpus_allowed_list")) <= wanted:
-        yield "cpunodebind-dropped", f"--cpunodebind {asked} was asked, the CPU mask is {worker.cpus}"
+    if re.fullmatch(r"[\d,-]+", asked) and worker.cpus:
+        wanted = parse_list(asked, where="--cpunodebind")
+        if {topology.node_of_cpu(cpu) for cpu in parse_list(worker.cpus, where="Cpus_allowed_list")} - set(wanted):
+            yield "cpunodebind-dropped", f"--cpunodebind {asked} was asked, the CPU mask is {worker.cpus}"
 
 
-def _cpus_of(node: int, topology: Topology) -> tuple[int, ...]:
-    found = topology.node(node)
-    return found.cpus if found else ()
+def _nodes(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
+    """--numa-bind-nodes names one node per visible GPU, in CUDA's order, which is taken to be PCI order."""
+    asked = re.findall(r"\d+", worker.asked.get("numa-bind-nodes", ""))
+    names = {str(index): gpu for index, gpu in enumerate(topology.gpus)} | {gpu.uuid: gpu for gpu in topology.gpus}
+    visible = worker.visible.split(",") if worker.visible else [str(index) for index in range(len(topology.gpus))]
+    for node, name in zip(asked, visible, strict=False):
+        gpu = names.get(name.strip())
+        if gpu and gpu.numa_node is not None and gpu.numa_node != int(node):
+            yield "bind-contradicts-gpu", f"--numa-bind-nodes has GPU {gpu.pci} on {node}, it is near {gpu.numa_node}"
 
 
-def _map(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
-    """--numa-bind-nodes names one node per visible GPU, in CUDA's order, taken to be PCI order."""
-    nodes = [int(node) for node in re.findall(r"\d+", worker.asked.get("numa-bind-nodes", ""))]
-    picked = (worker.visible or ",".join(map(str, range(len(topology.gpus))))).split(",")
-    by_name = {str(index): gpu for index, gpu in enumerate(topology.gpus)} | {g.uuid: g for g in topology.gpus if g.uuid}
-    for node, name in zip(nodes, picked, strict=False):
-        gpu = by_name.get(name.strip())
-        if gpu and gpu.numa_node is not None and gpu.numa_node != node:
-            yield "bind-contradicts-gpu", f"--numa-bind-nodes puts GPU {gpu.pci} on node {node}; it is near {gpu.numa_node}"
+def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]]:
+    if view.remote is not None and view.remote - table.bound > REMOTE:
+        yield "remote-pages", f"{view.remote:.1%} of {table.name} lies away from node {worker.node}, its GPU's"
+    exact = {node: count * PAGE for node, count in view.pages.items()}
+    if not table.bound and table.kind != "probe" and view.numa_maps_bytes not in (None, exact):
+        yield "route-disagreement", f"{table.name}: move_pages counts {exact} bytes, numa_maps {view.numa_maps_bytes}"
 
 
-def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> list[Engine]:
+def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
+    """Named tables in /dev/shm that no audited worker maps, as a killed server leaves them; they are only named."""
+    known = {table.key.split("+")[0] for table in tables}
+    for name in source.tree.names("dev/shm", f"{ENGRAM}.*"):
+        found = (source.root / "dev/shm" / name).stat()
+        if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
+            text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
+            yield Problem(code="leftover", message=text, who=f"/dev/shm/{name}", status=Status.INCONCLUSIVE)
+
+
+def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:
     """Mean TTFT and ITL per engine label of a Prometheus text, beside the remote share of that engine's workers."""
-    total: Counter[tuple[str, str, str]] = Counter()
-    names = {"time_to_first_token": "ttft", "inter_token_latency": "itl", "time_per_output_token": "itl"}
-    for name, part, labels, value in re.findall(r"^vllm:(\w+)_seconds_(sum|count)\{(.*)\} ([\d.e+-]+)$", text, re.M):
-        label = re.search(r'engine="([^"]*)"', labels)
-        if name in names and label:
-            total[names[name], part, label[1]] += float(value)  # type: ignore[assignment]
+    total: dict[tuple[str, str, str], float] = {}
+    for name, part, label, value in re.findall(
+        r'^vllm:(\w+)_seconds_(sum|count)\{(?:.*,)?engine="([^"]*)".*\} ([-+.\deE]+)$', text, re.M
+    ):
+        key = (_METRICS.get(name, ""), part, label)
+        total[key] = total.get(key, 0) + float(value)
     labels = sorted({label for *_, label in total})
     told = {one.pid: one.engine or (labels[0] if len(labels) == 1 else None) for one in workers}
-    found = []
     for label in labels:
-        ttft, itl = (1e3 * total[name, "sum", label] / total[name, "count", label] if total[name, "count", label]
-                     else None for name in ("ttft", "itl"))  # fmt: skip
+        ttft, itl = (
+            _mean(total.get((name, "sum", label)), total.get((name, "count", label))) for name in ("ttft", "itl")
+        )
         pids = tuple(pid for pid, engine in told.items() if engine == label)
         views = [(view.remote, table.nbytes) for table in tables for view in table.views if view.pid in pids]
-        known = [(remote, nbytes) for remote, nbytes in views if remote is not None]
-        remote = sum(r * n for r, n in known) / sum(n for _, n in known) if known else None
-        found.append(Engine(engine=label, ttft_ms=ttft, itl_ms=itl, pids=pids, remote=remote))
-    return found
+        known = [(remote * nbytes, nbytes) for remote, nbytes in views if remote is not None]
+        remote = _mean(sum(part for part, _ in known), sum(nbytes for _, nbytes in known))
+        yield Engine(engine=label, pids=pids, remote=remote, ttft_ms=ttft and ttft * 1e3, itl_ms=itl and itl * 1e3)
+
+
+def _mean(total: float | None, count: float | None) -> float | None:
+    return total / count if total is not None and count else None
+
+
+def _evidence(source: Source, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[str]:
+    asked = sum(table.asked * len(table.views) for table in tables)
+    yield f"{len(workers)} workers, {len(tables)} tables, {asked} page answers by move_pages, none of them a touch"
+    yield f"kernel.numa_balancing {source.tree.text('proc/sys/kernel/numa_balancing') or 'unknown'}"
+    for table in (table for table in tables if table.bound):
+        yield f"{table.name}: {table.asked} of {table.nbytes // PAGE} pages, one per stratum, ±{table.bound:.2%} (95 %)"
+    for one in (gap for worker in workers for gap in worker.problems):
+        yield f"{one.who}, {one.where} not read: {one.message}"
+
+
+def _next(workers: Sequence[Worker], tables: Sequence[Table], codes: set[str]) -> str:
+    pids, gaps = " ".join(str(one.pid) for one in workers), [gap for worker in workers for gap in worker.problems]
+    if any("CAP_SYS_PTRACE" in gap.message for gap in gaps):
+        return f"sudo pytest-engram audit {pids}   (or as the workers' own user)"
+    if not tables:
+        return "start the server with PYTEST_ENGRAM_PROBE=FOLDER and pytest_engram.probe.record_table in its loader"
+    if codes & {"remote-pages", "membind-dropped", "cpunodebind-dropped", "bind-contradicts-gpu"}:
+        return "pytest-engram plan A1   (what measuring one placement against the other takes)"
+    if any(gap.code == "stall" for gap in gaps):
+        return f"pytest-engram audit {pids} --stall 5   (when a pause of that length is acceptable)"
+    return f"pytest-engram audit {pids} --watch 10   (under load: do pages move, does a policy change?)"

@@ -1,4 +1,4 @@
-"""Live workers read from outside: their limits, mappings and requests.  No page of theirs is touched.
+"""Live workers read from outside: limits, requests and the mappings that may be tables.  No page of theirs is touched.
 
 ``maps`` is cheap; ``smaps`` and ``numa_maps`` hold the worker's mmap lock for a whole mapping at a time, so a walk
 whose estimate exceeds the limit is left out, with its reason.
@@ -11,26 +11,28 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_engram import probe
 from pytest_engram.errors import EngramError, NotMeasurable
-from pytest_engram.model import Problem, Status
+from pytest_engram.model import Problem, Status, Topology
 from pytest_engram.numa import _syscalls, procfs
 from pytest_engram.numa.tree import Tree
 
 PAGE = mmap.PAGESIZE
 WALK_RATE = 15e6  # pages/s of smaps and numa_maps, rounded down from 19 M and 25 M measured on Linux 6.18
-_KINDS = (  # the first that matches; all but the first only from the minimum size on
-    ("engram", re.compile(r"(vllm|sglang|pytest)[_-]engram")),
-    ("memfd", re.compile(r"/memfd:")),
-    ("unlinked-shm", re.compile(r"/dev/shm/.* \(deleted\)")),
-    ("cumem", re.compile(r"/dev/nvidiactl")),
-    ("pinned", re.compile(r"/dev/zero")),
-    ("hugetlb", re.compile(r"/anon_hugepage|/dev/hugepages/")),
-)
+ENGRAM = r"(vllm|sglang|pytest)[_-]engram"
+_SHM = "/dev/shm"  # noqa: S108 - where the engines put their tables
+_KINDS = {  # the first that matches; all but the first only from the minimum size on
+    "engram": ENGRAM,
+    "memfd": r"^/memfd:",
+    "unlinked-shm": rf"^{_SHM}/.* \(deleted\)$",
+    "cumem": r"^/dev/nvidiactl",
+    "pinned": r"^/dev/zero",
+    "hugetlb": r"^/anon_hugepage|^/dev/hugepages/",
+}
 _SHORT = r"|numactl (?:-\S+ (?:[\d,-]+ )?)*?-%s ?(\S+)"
 _ASKED = {
     "membind": r"--membind[ =](\S+)" + _SHORT % "m",
@@ -65,12 +67,12 @@ class Span:
     kind: str
     name: str
     kb: dict[str, int] | None = None  # smaps of its VMA
-    line: procfs.NumaMapsLine | None = None
+    line: procfs.NumaMapsLine | None = None  # numa_maps of its VMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One process as found; None is unknown, with a problem that says why."""
+    """One process as found; None is unknown, and a problem says why.  ``node`` is the one near its GPUs."""
 
     pid: int
     title: str
@@ -78,13 +80,18 @@ class Worker:
     mems: str | None
     task_policy: str | None
     shm: str | None
-    minors: tuple[int, ...]
+    gpus: dict[str, int | None]  # PCI address -> node
     visible: str | None
     engine: str | None
     asked: dict[str, str]
     numastat: dict[int, int] | None
     spans: tuple[Span, ...]
     problems: tuple[Problem, ...]
+
+    @property
+    def node(self) -> int | None:
+        """None where no GPU is mapped, one's node is unknown, or they differ."""
+        return next(iter(self.gpus.values())) if len(set(self.gpus.values())) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,11 @@ class Source:
 
     root: Path = Path("/")
     status: Callable[[int, Sequence[int]], bytes] = _syscalls.page_status
-    tree: Tree = field(default_factory=Tree)
+
+    @property
+    def tree(self) -> Tree:
+        """Small files whose absence needs no reason."""
+        return Tree(self.root)
 
     def text(self, pid: int, name: str) -> str:
         """A whole file; raises ``OSError``."""
@@ -104,16 +115,26 @@ class Source:
         with (self.root / f"proc/{pid}/{name}").open("rb", buffering=0) as file:
             yield from (line.decode(errors="replace") for line in file)
 
+    def titles(self, pid: int) -> dict[int, str]:
+        """Command lines, or the titles that processes gave themselves, of a process and its ancestors."""
+        found: dict[int, str] = {}
+        while pid > 0 and pid not in found:
+            text = self.tree.text(f"proc/{pid}/cmdline") or self.tree.text(f"proc/{pid}/comm") or "?"
+            found[pid] = text.replace("\0", " ")
+            parent = re.search(r"^PPid:\s*(\d+)", self.tree.text(f"proc/{pid}/status") or "", re.M)
+            pid = int(parent[1]) if parent else 0
+        return found
+
 
 def problem(pid: int, what: str, error: Exception) -> Problem:
     """Why something could not be read, and which permission would change that."""
-    number = getattr(error, "errno", None)
-    text, code = f"{errno.errorcode.get(number or 0, '')} {error}".strip(), getattr(error, "code", "not-readable")
+    number, text, code = getattr(error, "errno", None), str(error), getattr(error, "code", "not-readable")
+    if number:
+        code, text = ("gone" if number == errno.ESRCH else code), f"{errno.errorcode[number]} {text}"
     if number in (errno.EPERM, errno.EACCES):
         blocked = what == "move_pages" and _blocked()
         text += f"; needs {'CAP_SYS_NICE, or a seccomp profile that allows move_pages' if blocked else _NEED}"
-    return Problem(code="gone" if number == errno.ESRCH else code, message=text, who=f"worker {pid}", where=what,
-                   status=Status.NOT_MEASURED)  # fmt: skip
+    return Problem(code=code, message=text, who=f"worker {pid}", where=what, status=Status.NOT_MEASURED)
 
 
 def _blocked() -> bool:
@@ -126,7 +147,7 @@ def _blocked() -> bool:
     return False
 
 
-def read_worker(source: Source, pid: int, limits: Limits) -> Worker:
+def read_worker(source: Source, pid: int, limits: Limits, topology: Topology) -> Worker:
     """Everything but the pages; a part that cannot be read is a problem and the rest goes on."""
     problems: list[Problem] = []
 
@@ -140,21 +161,23 @@ def read_worker(source: Source, pid: int, limits: Limits) -> Worker:
     status = attempt("status", lambda: procfs.parse_status(source.text(pid, "status")), {})
     vmas = attempt("maps", lambda: procfs.parse_smaps(source.text(pid, "maps")), ())
     names = attempt("environ", lambda: _environment(source.text(pid, "environ")), {})
-    titles = _titles(source, pid)
+    titles = list(source.titles(pid).values())
     spans = [span for vma in vmas if (span := _candidate(pid, vma, limits.min_bytes))]
-    if folder := limits.probe or (names.get(probe.VARIABLE) and source.root / f"proc/{pid}/root/{names[probe.VARIABLE]}"):
+    inside = names.get(probe.VARIABLE)
+    if folder := limits.probe or (inside and source.root / f"proc/{pid}/root/{inside}"):
         spans = attempt("probe", lambda: _recorded(source, pid, folder, vmas, status) + spans, spans)
     resident = sum(int(status.get(name, "0").split()[0]) << 10 for name in ("VmRSS", "HugetlbPages"))
     walk = min(resident, max((vma.end - vma.start for vma in vmas), default=0)) / PAGE / WALK_RATE
-    kb = attempt("smaps", lambda: _smaps(source, pid, walk, limits), {}) if spans else {}
-    maps = attempt("numa_maps", lambda: _numa_maps(source, pid, walk, limits), {}) if limits.numa_maps else {}
+    kb = attempt("smaps", lambda: _smaps(_bounded(source, walk, limits).text(pid, "smaps")), {}) if spans else {}
+    maps = {}
+    if limits.numa_maps:
+        maps = attempt("numa_maps", lambda: _numa_maps(_bounded(source, walk, limits).text(pid, "numa_maps")), {})
     spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in _disjoint(spans)]
     engine = re.search(r"DP(\d+)", " ".join(titles))
     return Worker(
         pid=pid, title=titles[0], cpus=status.get("Cpus_allowed_list"), mems=status.get("Mems_allowed_list"),
         task_policy=attempt("task policy", lambda: _task_policy(source, pid, vmas, spans)) if vmas else None,
-        shm=attempt("mounts", lambda: _shm(source.text(pid, "mounts"))),
-        minors=tuple(sorted({int(m[1]) for vma in vmas if (m := re.fullmatch(r"/dev/nvidia(\d+)", vma.path))})),
+        shm=attempt("mounts", lambda: _shm(source.text(pid, "mounts"))), gpus=_gpus(source.tree, vmas, topology),
         visible=names.get("CUDA_VISIBLE_DEVICES"), engine=engine[1] if engine else None,
         asked=_asked([*titles, f"numactl {names.get(_WRAPPED, '')}"]), numastat=_total(maps) if maps else None,
         spans=tuple(one for one in spans if one.kind != "anonymous" or not one.kb or one.kb.get("AnonHugePages")),
@@ -168,25 +191,23 @@ def _environment(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name in (_WRAPPED, "CUDA_VISIBLE_DEVICES", probe.VARIABLE)}
 
 
-def _titles(source: Source, pid: int) -> list[str]:
-    """Command lines (an engine's process titles too), the worker's own first, then its ancestors'."""
-    found: list[str] = []
-    while pid > 1 and len(found) < 8:
-        text = source.tree.text(f"proc/{pid}/cmdline") or source.tree.text(f"proc/{pid}/comm") or "?"
-        found.append(" ".join(text.split("\0")))
-        parent = re.search(r"^PPid:\s*(\d+)", source.tree.text(f"proc/{pid}/status") or "", re.M)
-        pid = int(parent[1]) if parent else 0
-    return found
-
-
 def _asked(texts: Sequence[str]) -> dict[str, str]:
     """NUMA requests, the nearest process first."""
     hits = [(name, match) for text in texts for name, form in _ASKED.items() if (match := re.search(form, text))]
     return {name: next(filter(None, match.groups())).strip() for name, match in reversed(hits)}
 
 
+def _gpus(tree: Tree, vmas: Sequence[procfs.Vma], topology: Topology) -> dict[str, int | None]:
+    """GPUs whose device file the worker maps: free of CUDA's renumbering, and known inside containers too."""
+    mapped, folder = {vma.path for vma in vmas}, "proc/driver/nvidia/gpus"
+    near = {gpu.pci: gpu.numa_node for gpu in topology.gpus}
+    texts = {pci: tree.text(f"{folder}/{pci}/information") or "" for pci in tree.names(folder)}
+    minors = {pci: re.search(r"Device Minor:\s*(\d+)", text) for pci, text in texts.items()}
+    return {pci: near.get(pci) for pci, minor in minors.items() if minor and f"/dev/nvidia{minor[1]}" in mapped}
+
+
 def _candidate(pid: int, vma: procfs.Vma, least: int) -> Span | None:
-    kind = next((kind for kind, form in _KINDS if form.search(vma.path)), None)
+    kind = next((kind for kind, form in _KINDS.items() if re.search(form, vma.path)), None)
     if not vma.path and not vma.inode and vma.permissions == "rw-p":
         kind = "anonymous"
     if kind is None or vma.permissions[0] != "r" or (kind != "engram" and vma.end - vma.start < least):
@@ -194,18 +215,16 @@ def _candidate(pid: int, vma: procfs.Vma, least: int) -> Span | None:
     return _span(pid, vma, vma.start, vma.end, kind=kind)
 
 
-def _span(pid: int, vma: procfs.Vma, start: int, end: int, *, kind: str, name: str = "", key: str = "") -> Span:
+def _span(pid: int, vma: procfs.Vma, start: int, end: int, *, kind: str, name: str = "") -> Span:
     """Anonymous memory has no identity, and every cuMem mapping has the device's: their key is the address."""
     own = not vma.inode or "nvidiactl" in vma.path
     return Span(
         start=start, end=end, offset=start if own else vma.offset + start - vma.start, vma=vma.start, kind=kind,
-        name=name or vma.path or "[anon]", key=key or (f"{pid}@{start:#x}" if own else vma.identity),
+        name=name or vma.path or "[anon]", key=f"{pid}@{start:#x}" if own else vma.identity,
     )  # fmt: skip
 
 
-def _recorded(
-    source: Source, pid: int, folder: Path, vmas: Sequence[procfs.Vma], status: dict[str, str]
-) -> list[Span]:
+def _recorded(source: Source, pid: int, folder: Path, vmas: Sequence[procfs.Vma], status: dict[str, str]) -> list[Span]:
     """The tables that the engine recorded with ``pytest_engram.probe``."""
     inner = status.get("NSpid", str(pid)).split()[-1]  # the pid in the worker's own namespace
     records, _torn = probe.read_records(folder / f"{inner}.jsonl")
@@ -217,14 +236,13 @@ def _recorded(
 
 def _clipped(pid: int, vmas: Sequence[procfs.Vma], record: dict[str, Any]) -> list[Span]:
     low, high = record["data_ptr"] // PAGE * PAGE, -(-(record["data_ptr"] + record["nbytes"]) // PAGE) * PAGE
-    parts = [vma for vma in vmas if vma.start < high and low < vma.end]
-    if sum(min(high, vma.end) - max(low, vma.start) for vma in parts) != high - low:
+    name = f"heads {record.get('head_range')}, group {record.get('group')}, {record.get('path') or 'no path'}"
+    parts = [_span(pid, vma, max(low, vma.start), min(high, vma.end), kind="probe", name=name)
+             for vma in vmas if vma.start < high and low < vma.end]  # fmt: skip
+    if sum(part.end - part.start for part in parts) != high - low:
         raise NotMeasurable(f"the recorded range {low:#x}-{high:#x} is not mapped whole", code="not-mapped")
-    name = f"heads {record.get('head_range')}, group {record.get('group')}, {record.get('path') or parts[0].path}"
-    first = _span(pid, parts[0], low, high, kind="probe")
-    key = first.key if "@" in first.key else f"{first.key}+{first.offset:#x}"
-    spread = [(vma, max(low, vma.start), min(high, vma.end)) for vma in parts]
-    return [_span(pid, vma, start, end, kind="probe", name=name, key=key) for vma, start, end in spread]
+    key = parts[0].key if "@" in parts[0].key else f"{parts[0].key}+{parts[0].offset:#x}"
+    return [replace(part, key=key) for part in parts]
 
 
 def _disjoint(spans: Sequence[Span]) -> list[Span]:
@@ -236,23 +254,19 @@ def _disjoint(spans: Sequence[Span]) -> list[Span]:
     return kept
 
 
-def _bounded(walk: float, limits: Limits) -> None:
-    if walk > limits.stall_s:
-        raise NotMeasurable(
-            f"left out: one walk may hold the worker's mmap lock for {walk:.1f} s", code="stall",
-            way_out=f"allow it with --stall {walk:.0f}.9",
-        )  # fmt: skip
+def _bounded(source: Source, walk: float, limits: Limits) -> Source:
+    if walk <= limits.stall_s:
+        return source
+    seen = f"left out: one walk may hold the worker's mmap lock for {walk:.2f} s"
+    raise NotMeasurable(seen, code="stall", way_out=f"allow it with --stall {walk + 1:.0f}")
 
 
-def _smaps(source: Source, pid: int, walk: float, limits: Limits) -> dict[int, dict[str, int]]:
-    _bounded(walk, limits)
-    return {vma.start: vma.kb for vma in procfs.parse_smaps(source.text(pid, "smaps"))}
+def _smaps(text: str) -> dict[int, dict[str, int]]:
+    return {vma.start: vma.kb for vma in procfs.parse_smaps(text)}
 
 
-def _numa_maps(source: Source, pid: int, walk: float, limits: Limits) -> dict[int, procfs.NumaMapsLine]:
-    _bounded(walk, limits)
-    lines = map(procfs.parse_numa_maps_line, source.text(pid, "numa_maps").splitlines())
-    return {line.start: line for line in lines}
+def _numa_maps(text: str) -> dict[int, procfs.NumaMapsLine]:
+    return {line.start: line for line in map(procfs.parse_numa_maps_line, text.splitlines())}
 
 
 def _total(lines: dict[int, procfs.NumaMapsLine]) -> dict[int, int]:
@@ -276,7 +290,8 @@ def _task_policy(source: Source, pid: int, vmas: Sequence[procfs.Vma], spans: Se
 
 
 def _shm(mounts: str) -> str | None:
-    """/dev/shm as the worker sees it; an absent option is the kernel's default."""
-    mount = procfs.mount_of("/dev/shm", procfs.parse_mounts(mounts))  # noqa: S108 - the engines' own place
-    options = {"size": "half of the memory", "huge": "default", "mpol": "default"} | (mount.options if mount else {})
-    return mount and f"{mount.kind} size={options['size']} huge={options['huge']} mpol={options['mpol']}"
+    mount = procfs.mount_of(_SHM, procfs.parse_mounts(mounts))
+    if mount is None:
+        return None
+    shown = ("size", "huge", "mpol")
+    return " ".join([mount.point, mount.kind, *(f"{name}={mount.options.get(name, 'default')}" for name in shown)])

@@ -102,7 +102,7 @@ class LightEngine:
         scope.update(__file__=str(path), __package__=module.__name__.rpartition(".")[0])
         scope["__builtins__"] = {**vars(builtins), "__import__": self._import}
         try:
-            exec(compile(path.read_bytes(), str(path), "exec"), scope)  # noqa: S102  running it is the point
+            exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), scope)  # noqa: S102  running it is the point
         except EngramError:
             raise
         except Exception as error:

@@ -10,12 +10,9 @@ import numpy as np
 
 from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend
-from pytest_engram.rows import e4m3_values, gated_residual, lookup_rows, ue8m0_values
+from pytest_engram.rows import decode_rows, e4m3_values, gated_residual, lookup_rows, ue8m0_values
 
-Lookup = Callable[[TableShard, Any, Any], Any]
-
-
-def _lookup(fault: Callable[..., Any], **names: Any) -> ReferenceBackend:
+def _lookup(fault: Callable[..., Any]) -> ReferenceBackend:
     """``fault(shard, ids, out, cap)`` writes the rows; what it returns, if anything, is the launch."""
     backend = ReferenceBackend()
 
@@ -88,6 +85,32 @@ def _stride_blind(ids: Any, _shard: TableShard) -> Any:
     return base.ravel()[: ids.size].reshape(ids.shape)
 
 
+def _others(shard: TableShard, ids: Any) -> Any:
+    mine = ids[:, shard.head_start :][:, : shard.local_heads]
+    return (mine < shard.start) | (mine >= shard.end)
+
+
+def _masked_product(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
+    lookup_rows(shard, ids, out)
+    first = decode_rows(shard.weight[:1], shard.scales[:1])[0]
+    others = _others(shard, ids)
+    out[:, : others.shape[1]][others] = np.where((first & 0x7FFF) >= 0x7F80, 0x7FC0, 0)
+
+
+def _owned_only(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
+    before, others = out.copy(), _others(shard, ids)
+    lookup_rows(shard, ids, out)
+    real = out[:, : others.shape[1]]
+    real[others] = before[:, : others.shape[1]][others]
+
+
+def _real_heads(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
+    real = min(shard.local_heads, shard.total_heads - shard.head_start)
+    before = out[:, real:].copy()
+    lookup_rows(shard, ids, out)
+    out[:, real:] = before
+
+
 def _scale_wrap(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
     """The weights of the right row with the scales of row mod 2^28, whose byte offset wraps at 2^31."""
     lookup_rows(shard, ids, out)
@@ -121,7 +144,7 @@ def _gate_by(*, eps: float = 1e-20, clamp: float = 1e-6, sign: int = 1, scale: f
     return _gate(gate)
 
 
-def _dp_major(_tp_size: int = 0) -> ReferenceBackend:
+def _dp_major() -> ReferenceBackend:
     backend = ReferenceBackend()
     backend.shard_rank = lambda tp_rank, dp_rank, _dp_size: dp_rank * 3 + tp_rank  # type: ignore[attr-defined]
     return backend
@@ -159,10 +182,8 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
         ((codes & 0x78) == 0) & (scales < 255), out & 0x8000, out))),
     "row 0 for dead ids": ("L3 L10", _ids(lambda ids, s: np.where(ids < 0, np.int32(s.start), ids))),
     "the first row for ids past the end": ("L3", _ids(lambda ids, s: np.where(ids >= s.end, np.int32(s.start), ids))),
-    "row 0 is multiplied by zero": ("L3", _after(lambda out, s, ids: out.__setitem__(
-        np.broadcast_to(((ids < s.start) | (ids >= s.end))[:, s.head_start :][:, : s.local_heads, None], out.shape)
-        & (out.shape[1] == ids.shape[1]), 0x7FC0 if len(s.weight) and (s.weight[0] & 0x7F == 0x7F).all() else 0))),
-    "nothing is written for dead ids": ("L3 L10", _lookup(lambda s, i, o, _: _owned_only(s, i, o))),
+    "row 0 times zero for dead ids": ("L3", _lookup(_masked_product)),
+    "nothing is written for dead ids": ("L3 L10", _lookup(_owned_only)),
     "start is not owned": ("L3", _shard(lambda s: {"start": s.start + 1, "weight": s.weight[1:], "scales": s.scales[1:]})),
     "ids one row late": ("L1 L3", _ids(lambda ids, s: np.where((ids > s.start) & (ids < s.end), ids - 1, ids))),
     "end − 1 is not owned": ("L3", _shard(lambda s: {"end": s.end - 1})),
@@ -170,7 +191,7 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
         "end": s.end + 1, "weight": np.concatenate([s.weight, s.weight[-1:]]),
         "scales": np.concatenate([s.scales, s.scales[-1:]])} if len(s.weight) < 2**20 else {})),
     "padded heads repeat a head": ("L4", _after(_repeat_padding)),
-    "padded heads are not written": ("L4", _lookup(lambda s, i, o, _: _real_heads(s, i, o))),
+    "padded heads are not written": ("L4", _lookup(_real_heads)),
     "every shard starts at head 0": ("L4", _shard(lambda s: {"head_start": 0})),
     "ids' strides ignored": ("L5", _ids(_stride_blind)),
     "32-bit addresses of weights": ("L5", _ids(lambda ids, _: ids & np.int32(2**23 - 1))),

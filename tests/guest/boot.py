@@ -165,7 +165,8 @@ def arguments(machine: Machine, kernel: Path, initramfs: Path, out: Path) -> lis
     """The whole qemu command for a machine; ``out`` is the folder that the guest may write to."""
     memory = sum(node.mib for node in machine.nodes)
     return [
-        "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max", "-smp", f"{machine.cpus},sockets={machine.cpus}",
+        "qemu-system-x86_64", "-machine", "q35", "-accel", ACCELERATOR, "-cpu", "max",
+        "-smp", f"{machine.cpus},sockets={machine.cpus}",
         "-m", f"{memory}M", "-display", "none", "-vga", "none", "-nodefaults", "-no-reboot", "-serial", "stdio",
         "-device", "isa-debug-exit,iobase=0xf4,iosize=0x04",
         "-kernel", str(kernel), "-initrd", str(initramfs), "-append", f"console=ttyS0 {QUIET}",

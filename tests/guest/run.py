@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET  # noqa: S405 - our own files
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def command(job: Job) -> list[str]:
     """What runs in the guest: only the plugins of the suites, nothing written but ``$OUT``."""
     return [
         "env", f"PYTHONPATH={boot.ROOT}:{INSIDE}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1",
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-q",
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-q", "--tb=short", "--color=no",
         f"--junitxml={boot.GUEST_OUT}/junit.xml", *(str(INSIDE / name) for name in job.suites),
     ]  # fmt: skip
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pytest_engram import codec, experiment, policies
-from pytest_engram.gates import placement
+from pytest_engram.errors import EngramError
 from pytest_engram.gates.case import Case
+from pytest_engram.gates.placement import placement
 from pytest_engram.model import (
     Evidence,
     Moment,
@@ -87,7 +88,7 @@ def gate_one(plan: PlacementPlan, audits: Sequence[PageDistribution]) -> str:
         for rank in sorted({audit.rank for audit in audits})
     )
     run = RunRecord(index=0, block=0, arm="A", started_at="", seconds=0.0, fingerprint={}, placement=samples)
-    reason = placement.judge(Case(Evidence(plan=whole, runs=(run,), provenance={}))).reason
+    reason = placement(Case(Evidence(plan=whole, runs=(run,), provenance={}))).reason
     return "as-asked" if reason == "no-treatment" else reason  # there is no second arm to differ from
 
 
@@ -96,6 +97,15 @@ def pages_text(audit: PageDistribution) -> str:
     total = sum(audit.pages.values()) + sum(audit.unplaced.values())
     found = [f"N{node} {count / total:.1%}" for node, count in sorted(audit.pages.items())]
     return " ".join(found + [f"{name} {count / total:.1%}" for name, count in audit.unplaced.items()])
+
+
+def code_of(build: Callable[[], Any]) -> str:
+    """The code of the error that a build ends in; "not caught" where it ends well."""
+    try:
+        build()
+    except EngramError as error:
+        return error.code
+    return "not caught"
 
 
 def world(entry: str, payload: Any = None, *, ranks: Sequence[RankSpec] = RANKS, on_event: Any = None) -> list[Any]:
@@ -179,17 +189,9 @@ def peer_in_a_cpuset(group: Any, _payload: Any) -> list[Any]:
 
 def own_table_in_a_cpuset(_group: Any, _payload: Any) -> str:
     """A rank that the cpuset keeps on node 0 asks for node 1, past the policy's own check."""
-    from pytest_engram.errors import EngramError
-
     (CPUSET / "cgroup.procs").write_text(str(os.getpid()))
-    codes = []
-    for attempt in (lambda: resolved("bind:1"), lambda: build_table(SoloGroup(), asked("bind", 1), BYTES)):
-        try:
-            attempt()
-            codes.append("not caught")
-        except EngramError as error:
-            codes.append(error.code)
-    return ", ".join(codes)
+    attempts = (lambda: resolved("bind:1"), lambda: build_table(SoloGroup(), asked("bind", 1), BYTES))
+    return ", ".join(map(code_of, attempts))
 
 
 def _audited(table: SharedTable, group: Any) -> list[Any]:
@@ -213,4 +215,4 @@ def stock_here() -> None:
     """Print where stock code's pages lie for this process and its /dev/shm (run under another mount)."""
     with built(asked("default"), order="stock") as stock:
         shown = stock.distributions[-1]
-        print(json.dumps({"nodes": nodes_of(stock), "text": shown.policy_text}))  # noqa: T201 - read by the caller
+        print(json.dumps({"nodes": nodes_of(stock), "text": shown.policy_text}))

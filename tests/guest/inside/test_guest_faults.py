@@ -14,10 +14,10 @@ from typing import Any
 import guestkit
 import pytest
 
-from pytest_engram.errors import EngramError
-from pytest_engram.model import PlacementPlan
+from pytest_engram.model import Moment, PlacementPlan
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.backing import BACKINGS, Memfd, Tmpfs
+from pytest_engram.numa.pages import audit_range
 
 MPOL_F_NODE, MPOL_F_ADDR = 1, 2
 ELSEWHERE = guestkit.asked("bind", 1)
@@ -29,15 +29,6 @@ def caught(fault: str, by: str, code: str, expected: str) -> None:
     assert code == expected
 
 
-def code_of(build: Callable[[], Any]) -> str:
-    """The code of the error that a build ends in; "not caught" where it ends well."""
-    try:
-        build()
-    except EngramError as error:
-        return error.code
-    return "not caught"
-
-
 def code_of_build(plan: PlacementPlan = ELSEWHERE, nbytes: int = guestkit.BYTES) -> str:
     """Build and throw away."""
 
@@ -45,7 +36,7 @@ def code_of_build(plan: PlacementPlan = ELSEWHERE, nbytes: int = guestkit.BYTES)
         with guestkit.built(plan, nbytes):
             pass
 
-    return code_of(build)
+    return guestkit.code_of(build)
 
 
 def judged(plan: PlacementPlan, **how: Any) -> str:
@@ -66,7 +57,7 @@ def on_node_0() -> Iterator[None]:
 @contextmanager
 def over_shm(*how: str) -> Iterator[None]:
     """Something else mounted on /dev/shm."""
-    subprocess.run(["mount", *how, "none", "/dev/shm"], check=True)
+    subprocess.run(["mount", *how, "/dev/shm"], check=True)
     try:
         yield
     finally:
@@ -181,7 +172,7 @@ def test_a_node_outside_the_cpuset(cpuset: None) -> None:
 
 def test_a_regular_file_is_refused() -> None:
     """K16: where /dev/shm is not tmpfs, nothing is placed at all."""
-    with over_shm("-t", "ramfs"):
+    with over_shm("--bind", str(guestkit.OUT)):
         caught("/dev/shm is not tmpfs", "backing check", code_of_build(), "shm-not-tmpfs")
 
 
@@ -189,14 +180,13 @@ def test_a_regular_file_as_backing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """K16: ``mbind`` on a file that is not shmem returns 0 and is ignored."""
     subprocess.run(["mount", "-t", "ramfs", "none", str(tmp_path)], check=True)
     monkeypatch.setattr(Memfd, "_open", lambda _self: os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT))
-    monkeypatch.setattr(Memfd, "allocated_bytes", None)
     caught("a regular file as backing", "gate 1", judged(guestkit.asked("bind", 1, backing="memfd")), "not-as-asked")
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_an_absent_node() -> None:
     """By name and past the name's check."""
-    code = f"{code_of(lambda: guestkit.resolved('bind:9'))}, {code_of_build(guestkit.asked('bind', 9))}"
+    code = f"{guestkit.code_of(lambda: guestkit.resolved('bind:9'))}, {code_of_build(guestkit.asked('bind', 9))}"
     caught("an absent node", "policy check, capacity", code, "absent-node, absent-node")
 
 
@@ -205,7 +195,7 @@ def test_fewer_weights() -> None:
     caught(
         "fewer weights than nodes",
         "policy check",
-        code_of(lambda: guestkit.resolved("weighted-interleave:3")),
+        guestkit.code_of(lambda: guestkit.resolved("weighted-interleave:3")),
         "bad-weights",
     )
     Path("/sys/kernel/mm/mempolicy/weighted_interleave/node0").write_text("5")
@@ -224,7 +214,7 @@ def test_untouched_pages_of_a_follower() -> None:
 
 def test_a_small_shm() -> None:
     """K31: a tmpfs smaller than the table is found before the touch that would be SIGBUS."""
-    with over_shm("-t", "tmpfs", "-o", "size=8m"):
+    with over_shm("-t", "tmpfs", "-o", "size=8m", "none"):
         caught("/dev/shm smaller than the table", "capacity", code_of_build(), "too-large")
 
 
@@ -242,16 +232,11 @@ def test_an_audit_of_another_object() -> None:
     with guestkit.built(ELSEWHERE) as table:
         other = BACKINGS["memfd"](guestkit.BYTES)
         other.create()
-        table.backing, own = other, table.backing
         other.map()
-        from pytest_engram.model import Moment
-        from pytest_engram.numa.pages import audit_range
-
-        code = code_of(
+        code = guestkit.code_of(
             lambda: audit_range(
-                other.address, guestkit.BYTES, rank=0, moment=Moment.REPLAYED, table=0, identity=own.identity
+                other.address, guestkit.BYTES, rank=0, moment=Moment.REPLAYED, table=0, identity=table.identity
             )
         )
-        table.backing = own
         other.close()
     caught("an audit of another object", "audit", code, "not-mapped")

@@ -84,7 +84,7 @@ def test_a_memory_less_node_is_refused() -> None:
 def test_preferred_spills_and_is_seen() -> None:
     """K19: PREFERRED on a node that is too small spills without an error; gate 1 reads the pages."""
     plan = guestkit.asked("preferred", 3, backing="memfd")
-    with guestkit.built(plan, TOO_MUCH) as table:
+    with guestkit.built(plan, TOO_MUCH, reserve_bytes=64 * guestkit.MIB) as table:
         code, seen = guestkit.gate_one(plan, table.distributions), guestkit.pages_text(table.distributions[-1])
         assert len(guestkit.nodes_of(table)) > 1
     guestkit.say("faults", f"{f'PREFERRED spills on a full node ({seen})':60}", f"{'gate 1':26}", code)

@@ -1,0 +1,106 @@
+"""The kill table: each fault × the cases that catch it.  ``python tests/faults/kill_table.py [--seeds N] [--markdown]``.
+
+A fault is killed by a case of a contract line that the fault names, through a difference that the case saw: a crash of
+the backend is no kill.  A fault that survives on any seed ends the command with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import faults_engine  # noqa: E402
+import faults_hash  # noqa: E402
+import faults_rows  # noqa: E402
+
+from pytest_engram.checks import CASES, check, explain  # noqa: E402
+from pytest_engram.checks_case import Case  # noqa: E402
+
+FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS}
+CAPABILITIES = {  # first letter of a contract line -> whose cases run
+    "H": {"hash", "slot-cache"},
+    "L": {"lookup", "shards", "gate"},
+    "P": {"prefetch"},
+    "S": {"storage"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What became of one fault on one seed: the cases that saw a difference, and those that merely crashed."""
+
+    fault: str
+    expected: tuple[str, ...]
+    seen: tuple[Case, ...]
+    crashed: tuple[Case, ...]
+
+    @property
+    def killed(self) -> bool:
+        """Whether a case of an expected contract line saw it."""
+        return any(case.contract in self.expected for case in self.seen)
+
+
+def run(name: str, seed: int) -> Kill:
+    """Run the cases of the fault's part of the contract against it."""
+    lines, backend = FAULTS[name]
+    family = set().union(*(CAPABILITIES[line[0]] for line in lines.split()))
+    failed = []
+    for case in (case for case in CASES if case.capability in family):
+        sample = check(backend, case, seed=seed)
+        if sample.supported and not sample.passed:
+            failed.append((case, _crash(sample)))
+    return Kill(
+        fault=name, expected=tuple(lines.split()),
+        seen=tuple(case for case, crash in failed if not crash),
+        crashed=tuple(case for case, crash in failed if crash),
+    )  # fmt: skip
+
+
+def _crash(sample: Any) -> bool:
+    """An exception's text, without the place or value of a difference."""
+    return sample.expected is None and sample.seen is None and "Error: " in sample.detail
+
+
+def kills(seeds: int) -> Iterator[Kill]:
+    """Per fault the first seed on which it survives, else the union over all seeds."""
+    for name in FAULTS:
+        found = [run(name, seed) for seed in range(seeds)]
+        yield next((kill for kill in found if not kill.killed), found[0])
+
+
+def rows(found: Iterable[Kill]) -> Iterator[tuple[str, str, str]]:
+    """(fault, expected lines, catching cases: those of an expected line first, crashes in parentheses)."""
+    for kill in found:
+        cases = sorted(kill.seen, key=lambda case: case.contract not in kill.expected)
+        names = [f"{case.contract} {case.name}" for case in cases] + [f"({case.name})" for case in kill.crashed]
+        yield kill.fault, " ".join(kill.expected), ", ".join(names) if kill.killed else f"SURVIVES: {', '.join(names)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table and ``killed: N/N``; 1 if a fault survives."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
+    found = list(kills(options.seeds))
+    table = [("fault", "must be caught by", "caught by"), *rows(found)]
+    if options.markdown:
+        table.insert(1, ("---",) * 3)
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    for row in table:
+        text = [cell.ljust(width) for cell, width in zip(row, (*widths, 0))]  # noqa: B905 - equal by construction
+        print(f"| {' | '.join(text)} |" if options.markdown else "  ".join(text))  # noqa: T201
+    dead = sum(kill.killed for kill in found)
+    print(f"\nkilled: {dead}/{len(found)}")  # noqa: T201
+    return int(dead < len(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The plugin as a user runs it: what was not measured, not selected or not finished is never green."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACEMENT = ("suites/placement", "-m", "numa")
+
+
+def run(*arguments, cwd=ROOT):
+    """One pytest run in its own process."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def command(*arguments):
+    """One pytest-engram run in its own process."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest_engram.cli", *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory):
+    """(process, folder) of `pytest -m numa --benchmark-json` on a machine with one NUMA node."""
+    folder = tmp_path_factory.mktemp("numa")
+    done = run(*PLACEMENT, f"--benchmark-json={folder}/run.json", f"--engram-report={folder}/report")
+    return done, folder
+
+
+@pytest.fixture
+def needs_one_node():
+    """These runs state what a one-node machine cannot prove."""
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) != 1:
+        pytest.skip("this machine has several NUMA nodes: its verdicts are real")
+
+
+def strict(text):
+    """Parse JSON that contains neither NaN nor infinities."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in JSON"))
+
+
+@pytest.mark.usefixtures("needs_one_node")
+def test_one_node_is_not_measured(measured):
+    """`pytest -m numa` on one NUMA node exits 12 with strict JSON and a reason for each experiment."""
+    done, folder = measured
+    assert done.returncode == 12, done.stdout
+    section = strict((folder / "run.json").read_text())["engram"]
+    assert {v["experiment"]: (v["status"], v["gates"][0]["reason"]) for v in section["verdicts"]} == dict.fromkeys(
+        ("A1", "A2", "A3"), ("NOT_MEASURED", "too-few-memory-nodes")
+    )
+    assert done.stdout.count("needs two memory NUMA nodes, found one") >= 3
+    assert {path.name for path in (folder / "report").iterdir()} >= {"verdict.json", "report.md"}
+
+
+@pytest.mark.usefixtures("needs_one_node")
+def test_offline_verdict_is_the_same(measured):
+    """`pytest-engram gate run.json` gives the run's own verdict and exit code."""
+    _, folder = measured
+    done = command("gate", folder / "run.json")
+    assert done.returncode == 12, done.stderr
+    assert done.stdout.count("NOT_MEASURED") >= 3
+
+
+@pytest.mark.usefixtures("needs_one_node")
+def test_baseline_without_a_case_is_named(measured, tmp_path):
+    """A baseline that lacks a case gives 12 and names it."""
+    _, folder = measured
+    whole = json.loads((folder / "run.json").read_text())
+    whole["engram"]["verdicts"] = [v for v in whole["engram"]["verdicts"] if v["experiment"] != "A2"]
+    (tmp_path / "base.json").write_text(json.dumps(whole))
+    done = command("gate", folder / "run.json", "--baseline", tmp_path / "base.json")
+    assert done.returncode == 12, done.stdout
+    assert any("A2" in line and "baseline" in line for line in done.stdout.splitlines()), done.stdout
+
+
+@pytest.mark.parametrize("keep", [0, 1, 400])
+def test_truncated_file_is_a_usage_error(measured, tmp_path, keep):
+    """A truncated or empty result file names the file and the position and exits 4."""
+    _, folder = measured
+    (tmp_path / "cut.json").write_text((folder / "run.json").read_text()[:keep])
+    done = command("gate", tmp_path / "cut.json")
+    assert done.returncode == 4
+    assert "cut.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_measurement_under_xdist_is_refused():
+    """`-n` with a `-m` that names measurement is a usage error (exit 4), whatever else it names."""
+    for expression in ("numa", "correctness or numa", "overlap and not slow"):
+        done = run("suites", "-m", expression, "-n", "2")
+        assert done.returncode == 4, done.stdout
+        assert "names measurement" in done.stderr + done.stdout
+
+
+def test_measurement_that_reaches_a_worker_is_not_measured():
+    """A measurement item on an xdist worker is skipped as NOT_MEASURED and the run is not green."""
+    done = run("suites/placement", "-n", "2")
+    assert done.returncode == 12, done.stdout
+    assert "xdist worker" in done.stdout
+
+
+def test_nothing_selected_is_not_green():
+    """A selection that matches nothing keeps pytest's own exit code 5."""
+    assert run("suites/placement", "-m", "numa", "-k", "no_such_item").returncode == 5
+
+
+@pytest.mark.parametrize("option", ["--benchmark-disable", "--benchmark-skip"])
+def test_disabled_benchmarks_are_not_measured(option):
+    """Measurement without benchmarks is NOT_MEASURED (exit 12)."""
+    done = run("suites/overlap", "-m", "overlap", "-k", "test_gates and B1", option)
+    assert done.returncode == 12, done.stdout
+    assert "benchmarks-disabled" in done.stdout
+
+
+def test_all_skipped_is_not_green(pytester):
+    """A correctness run in which every case is skipped exits 12, not 0."""
+    pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.correctness\n"
+        "def test_one():\n    'd'\n    pytest.skip('not supported by this backend')\n"
+    )
+    assert pytester.runpytest_subprocess("-m", "correctness").ret == 12
+
+
+def test_one_pass_among_skips_is_green(pytester):
+    """The control of the rule above: one case that passes makes the run 0."""
+    pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.correctness\n"
+        "@pytest.mark.parametrize('skip', [True, False])\n"
+        "def test_one(skip):\n    'd'\n    if skip:\n        pytest.skip('not supported')\n"
+    )
+    assert pytester.runpytest_subprocess("-m", "correctness").ret == 0
+
+
+def test_crashed_worker_is_not_green(pytester):
+    """A worker that dies leaves a failed run."""
+    pytester.makepyfile(
+        "import os, pytest\n@pytest.mark.correctness\ndef test_one():\n    'd'\n    os._exit(1)\n"
+        "@pytest.mark.correctness\ndef test_two():\n    'd'\n"
+    )
+    assert pytester.runpytest_subprocess("-m", "correctness", "-n", "2").ret not in (0, 5)
+
+
+def test_failing_test_of_the_user_wins(pytester):
+    """A failure that is no gate keeps pytest's exit code 1."""
+    pytester.makepyfile("def test_one():\n    assert False\n")
+    assert pytester.runpytest_subprocess().ret == 1
+
+
+def test_plain_projects_are_untouched(pytester):
+    """A project that uses nothing of ours sees its own exit code and no section."""
+    pytester.makepyfile("def test_one():\n    pass\n")
+    done = pytester.runpytest_subprocess()
+    assert done.ret == 0
+    assert "engram gates" not in done.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engram-backend=nobody"], ["nobody", "reference"]),
+        (["--engram-backend=json:JSONDecoder"], ["JSONDecoder", "lacks"]),
+        (["--engram-engine=abacus"], ["abacus", "auto"]),
+        (["--engram-require=B9:1"], ["B9", "--engram-require"]),
+        (["--engram-require=B1:7"], ["B1:7"]),
+        (["--engram-time-budget=soon"], ["soon"]),
+        (["--engram-pairs=3"], ["at least 6"]),
+        (["--engram-rows=many"], ["many"]),
+        (["--engram-experiments=/no/such/file.yaml"], ["/no/such/file.yaml"]),
+    ],
+)
+def test_bad_options_are_usage_errors(options, words):
+    """A bad option is one clear sentence and exit 4 before anything is measured."""
+    done = run(*PLACEMENT, *options)
+    text = done.stdout + done.stderr
+    assert done.returncode == 4, text
+    assert all(word in text for word in words), text
+    assert "Traceback" not in text and "INTERNALERROR" not in text
+
+
+def test_bad_yaml_is_named_with_its_line(tmp_path):
+    """A fault in an experiment file names file and line and exits 4."""
+    text = (ROOT / "fixtures/experiments/B1.yaml").read_text().replace("claim: improves", "claim: impoves")
+    (tmp_path / "B1.yaml").write_text(text)
+    done = run("suites/overlap", "-m", "overlap", f"--engram-experiments={tmp_path}/B1.yaml")
+    assert done.returncode == 4
+    assert "B1.yaml:6" in done.stdout + done.stderr
+
+
+def test_time_budget_refuses_what_cannot_fit():
+    """A schedule whose own floor exceeds the budget is NOT_MEASURED before anything runs."""
+    done = run("suites/overlap", "-m", "overlap", "-k", "test_gates and B1", "--engram-time-budget=2s")
+    assert done.returncode == 12, done.stdout
+    assert "over-time-budget" in done.stdout
+
+
+def test_required_gate_decides_alone(tmp_path):
+    """With --engram-require only the named gates set the exit code; here the named one was not reached."""
+    done = run(*PLACEMENT, "--engram-require=A1:1", f"--engram-report={tmp_path}")
+    assert done.returncode == 12
+
+
+def test_report_mode_exits_0(tmp_path):
+    """In report mode a run that ran and reported exits 0, and still says NOT_MEASURED."""
+    done = run(*PLACEMENT, "--engram-gate=report", f"--engram-report={tmp_path}")
+    assert done.returncode == 0, done.stdout
+    assert "NOT_MEASURED" in done.stdout
