@@ -38,6 +38,7 @@ class Edge:
         self.selected: set[str] = set()
         self.correctness = {"passed": 0, "other": 0}
         self.foreign_failures = 0
+        self.owed = False  # some item, perhaps on a worker, spoke for a gate
         self.section: dict[str, Any] | None = None
         self._budget = parse_duration(text) if (text := config.getoption("--engram-time-budget")) else None
         self._check_options()
@@ -132,6 +133,7 @@ class Edge:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count what the exit code needs: real failures apart from gates, correctness that really passed."""
         gate = dict(report.user_properties).get(GATE_PROPERTY)
+        self.owed |= gate is not None
         if report.failed and gate is None:
             self.foreign_failures += 1
         if "correctness" in report.keywords and (report.when == "call" or report.skipped):
@@ -165,7 +167,7 @@ class Edge:
         if pytest_code == 1 and self.foreign_failures:
             return 1
         if not self.session.outcomes:
-            nothing_passed = self.correctness["other"] and not self.correctness["passed"]
+            nothing_passed = self.owed or (self.correctness["other"] and not self.correctness["passed"])
             return gates.EXIT_NOT_MEASURED if nothing_passed and pytest_code == 0 else pytest_code
         if not self.session.enforcing:
             return 1 if pytest_code == 1 else 0

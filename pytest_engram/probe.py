@@ -40,7 +40,7 @@ def record_table(
 
 
 def mark(kind: str, layer: int, rank: int, t_ns: int | None = None) -> None:
-    """One moment of a timeline, e.g. ``mark("lookup-submit", 1, 0)``; ``t_ns`` is CLOCK_MONOTONIC in ns, now if None."""
+    """One moment of a timeline, e.g. ``mark("lookup-submit", 1, 0)``; ``t_ns``: CLOCK_MONOTONIC ns, now if None."""
     if _folder:
         _append("mark", mark=kind, layer=layer, rank=rank, t_ns=time.monotonic_ns() if t_ns is None else t_ns)
 
@@ -52,13 +52,16 @@ def started(stat: str) -> int:
 
 def read_records(file: Path) -> tuple[list[dict[str, Any]], int]:
     """(The records of one process, how many lines were torn); raises ``OSError``."""
-    records, torn = [], 0
-    for line in file.read_bytes().splitlines():
-        try:
-            records.append(dict(json.loads(line)))
-        except ValueError:
-            torn += 1
-    return records, torn
+    lines = file.read_bytes().splitlines()
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return records, len(lines) - len(records)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(line))
+    except ValueError:
+        return None
 
 
 def _append(kind: str, **fields: Any) -> None:

@@ -94,9 +94,7 @@ def bundle(target: Path) -> None:
 
 def _look(arguments: argparse.Namespace) -> Report:
     source = Source()
-    driver = {
-        name: answer for name, answer in gpu_sources().items() if name.startswith("nvml")
-    }  # no cuInit on a server
+    driver = {name: answer for name, answer in gpu_sources().items() if name.startswith("nvml")}  # not cuInit
     limits = Limits(min_bytes=arguments.min_mib << 20, pages=arguments.pages, stall_s=arguments.stall,
                     numa_maps=arguments.numa_maps, probe=arguments.probe)  # fmt: skip
     pids = dict.fromkeys([*arguments.pids, *_matching(source, arguments.match)])
@@ -151,7 +149,7 @@ def _worker(report: Report, worker: Worker) -> Iterator[str]:
     yield f"worker {worker.pid}  {worker.title[:90]}"
     yield f"  CPUs {worker.cpus}; Mems_allowed {worker.mems} (allowed, not a policy); engine {_said(worker.engine)}"
     yield f"  task policy shown: {_said(worker.task_policy)}; asked: {worker.asked or 'nothing seen'}"
-    yield f"  GPUs {worker.gpus or 'none mapped'}, near node {_said(worker.node)}; {worker.shm or '/dev/shm unknown'}"
+    yield f"  GPUs {worker.gpus or 'none mapped'}, near node {_said(worker.node)}; {_said(worker.shm)}"
     yield f"  numastat bytes {'not read (--numa-maps)' if worker.numastat is None else worker.numastat}"
     views = [(table, view) for table in report.tables for view in table.views if view.pid == worker.pid]
     for table, view in views:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pytest_engram.audit.reading import ENGRAM, PAGE, Limits, Source, Span, Worker, problem, read_worker
+from pytest_engram.audit.reading import ENGRAM, PAGE, SHM, Limits, Source, Span, Worker, problem, read_worker
 from pytest_engram.model import Problem, Status, Topology
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.tree import parse_list
@@ -95,7 +95,8 @@ def look(
     found = (*_findings(workers, tables, topology), *_leftovers(source, tables))
     return Report(
         workers=tuple(workers), tables=tuple(tables), engines=tuple(engines(metrics, workers, tables)), findings=found,
-        evidence=tuple(_evidence(source, workers, tables)), next_command=_next(workers, tables, {p.code for p in found}),
+        evidence=tuple(_evidence(source, workers, tables)),
+        next_command=_next(workers, tables, {one.code for one in found}),
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def read_tables(
 ) -> tuple[list[Table], dict[int, tuple[Problem, ...]]]:
     """Every backing of the workers, and per worker what could not be asked."""
     items = sorted(((span.key, one.pid) for one in workers for span in one.spans), key=lambda item: item[0])
-    by_pid, problems, tables = {one.pid: one for one in workers}, {}, []
+    by_pid, problems, tables = {one.pid: one for one in workers}, dict[int, tuple[Problem, ...]](), list[Table]()
     for key, members in groupby(dict.fromkeys(items), key=lambda item: item[0]):
         own = {pid: [span for span in by_pid[pid].spans if span.key == key] for _, pid in members}
         spans = [span for some in own.values() for span in some]
@@ -183,8 +184,8 @@ def _findings(workers: Sequence[Worker], tables: Sequence[Table], topology: Topo
     for worker in workers:
         for code, text in (*_memory(worker), *_cpus(worker, topology), *_nodes(worker, topology)):
             yield Problem(code=code, message=text, who=f"worker {worker.pid}")
-        for table, view in ((table, view) for table in tables for view in table.views if view.pid == worker.pid):
-            for code, text in _pages(worker, table, view):
+        for table in tables:
+            for code, text in (item for view in table.views for item in _pages(worker, table, view)):
                 yield Problem(code=code, message=text, who=f"worker {worker.pid}", where=table.key)
 
 
@@ -216,6 +217,8 @@ def _nodes(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
 
 
 def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]]:
+    if view.pid != worker.pid:
+        return
     if view.remote is not None and view.remote - table.bound > REMOTE:
         yield "remote-pages", f"{view.remote:.1%} of {table.name} lies away from node {worker.node}, its GPU's"
     exact = {node: count * PAGE for node, count in view.pages.items()}
@@ -226,11 +229,11 @@ def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]
 def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
     """Named tables in /dev/shm that no audited worker maps, as a killed server leaves them; they are only named."""
     known = {table.key.split("+")[0] for table in tables}
-    for name in source.tree.names("dev/shm", f"{ENGRAM}.*"):
-        found = (source.root / "dev/shm" / name).stat()
+    for name in source.tree.names(SHM[1:], f"{ENGRAM}.*"):
+        found = (source.root / SHM[1:] / name).stat()
         if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
             text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
-            yield Problem(code="leftover", message=text, who=f"/dev/shm/{name}", status=Status.INCONCLUSIVE)
+            yield Problem(code="leftover", message=text, who=f"{SHM}/{name}", status=Status.INCONCLUSIVE)
 
 
 def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:

@@ -24,11 +24,11 @@ from pytest_engram.numa.tree import Tree
 PAGE = mmap.PAGESIZE
 WALK_RATE = 15e6  # pages/s of smaps and numa_maps, rounded down from 19 M and 25 M measured on Linux 6.18
 ENGRAM = r"(vllm|sglang|pytest)[_-]engram"
-_SHM = "/dev/shm"  # noqa: S108 - where the engines put their tables
+SHM = "/dev/shm"  # noqa: S108 - where the engines put their tables
 _KINDS = {  # the first that matches; all but the first only from the minimum size on
     "engram": ENGRAM,
     "memfd": r"^/memfd:",
-    "unlinked-shm": rf"^{_SHM}/.* \(deleted\)$",
+    "unlinked-shm": rf"^{SHM}/.* \(deleted\)$",
     "cumem": r"^/dev/nvidiactl",
     "pinned": r"^/dev/zero",
     "hugetlb": r"^/anon_hugepage|^/dev/hugepages/",
@@ -290,7 +290,7 @@ def _task_policy(source: Source, pid: int, vmas: Sequence[procfs.Vma], spans: Se
 
 
 def _shm(mounts: str) -> str | None:
-    mount = procfs.mount_of(_SHM, procfs.parse_mounts(mounts))
+    mount = procfs.mount_of(SHM, procfs.parse_mounts(mounts))
     if mount is None:
         return None
     shown = ("size", "huge", "mpol")

@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,13 +42,12 @@ class Surroundings:
 
 def prepare_triton() -> bool:
     """True if kernels run under Triton's interpreter: decided before Triton is imported, by the absence of CUDA."""
-    torch = _require("torch", "pip install 'pytest-engram[gpu]'")
-    loaded = "triton" in sys.modules
-    if not torch.cuda.is_available() and not loaded:
+    cuda = _require("torch", "pip install 'pytest-engram[gpu]'").cuda.is_available()
+    if not cuda and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     triton = _require("triton", "pip install --no-deps triton==3.8.0 (runs interpreted beside a CPU torch)")
     interpreted = type(triton.language.sum).__name__ == "InterpretedFunction"
-    if not interpreted and not torch.cuda.is_available():
+    if not interpreted and not cuda:
         raise NotMeasurable(
             "Triton was imported as a compiler, but there is no CUDA device", code="triton-not-interpreted",
             expected="TRITON_INTERPRET=1 before the first import of triton",
@@ -60,9 +60,8 @@ def _require(name: str, way_out: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NotMeasurable(
-            f"vLLM's Engram modules need {name} ({error})", code=f"no-{name}", way_out=way_out
-        ) from None
+        seen = f"vLLM's Engram modules need {name} ({error})"
+        raise NotMeasurable(seen, code=f"no-{name}", way_out=way_out) from None
 
 
 class LightEngine:
@@ -74,8 +73,7 @@ class LightEngine:
         self._modules: dict[str, ModuleType] = {}
         self._names = _stand_ins(around)
         ends = (".nvidia.engram", ".common.engram")
-        entries = [name for end in ends for name in sorted(self._files) if name.endswith(end)]
-        self.entries = [self._module(name) for name in entries]
+        self.entries = [self._module(name) for end in ends for name in sorted(self._files) if name.endswith(end)]
 
     def get(self, name: str) -> Any:
         """The engine's own ``name``; ``EngramError`` if its files have no such thing."""
@@ -89,19 +87,18 @@ class LightEngine:
 
     def _module(self, name: str) -> ModuleType:
         if name not in self._modules:
-            relative = self._files.get(name)
-            module = ModuleType(name) if relative else _Neighbour(name, self._names)
-            self._modules[name] = module
-            if relative:
-                self._run(module, relative)
+            ours = name in self._files
+            self._modules[name] = module = ModuleType(name) if ours else _Neighbour(name, self._names)
+            if ours:
+                self._run(module, self.source.root / self._files[name])
         return self._modules[name]
 
-    def _run(self, module: ModuleType, relative: str) -> None:
-        path = self.source.root / relative
+    def _run(self, module: ModuleType, path: Path) -> None:
         scope = module.__dict__
         scope.update(__file__=str(path), __package__=module.__name__.rpartition(".")[0])
         scope["__builtins__"] = {**vars(builtins), "__import__": self._import}
         try:
+            # Without inheriting this file's future import, which would turn the kernels' annotations into text.
             exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), scope)  # noqa: S102  running it is the point
         except EngramError:
             raise
@@ -115,9 +112,9 @@ class LightEngine:
 
     def _import(self, name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
         if level:
-            name, level = importlib.util.resolve_name("." * level + name, scope["__package__"]), 0
+            name = importlib.util.resolve_name("." * level + name, scope["__package__"])
         if name.partition(".")[0] != "vllm":
-            return builtins.__import__(name, scope, local, names, level)
+            return builtins.__import__(name, scope, local, names)
         return self._module(name if names else "vllm")
 
 
@@ -149,16 +146,15 @@ class _Torch(ModuleType):
 
     def __init__(self, around: Surroundings) -> None:
         super().__init__("torch")
-        self._around = around
+        self._replaced = around.torch
+        self._replaced.setdefault("distributed", _Collectives)
         if around.interpreted:
             sms = SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
-            around.torch.setdefault("cuda", SimpleNamespace(get_device_properties=lambda _: sms))
-            around.torch.setdefault("accelerator", SimpleNamespace(current_device_index=lambda: 0))
-        around.torch.setdefault("distributed", _Collectives())
+            self._replaced.setdefault("cuda", SimpleNamespace(get_device_properties=lambda _: sms))
+            self._replaced.setdefault("accelerator", SimpleNamespace(current_device_index=lambda: 0))
 
     def __getattr__(self, name: str) -> Any:
-        replaced = self._around.torch
-        return replaced[name] if name in replaced else getattr(sys.modules["torch"], name)
+        return self._replaced[name] if name in self._replaced else getattr(sys.modules["torch"], name)
 
 
 class _Collectives:
@@ -174,28 +170,27 @@ class _Collectives:
 
 
 class _Log(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only from Python 3.11
-    def warning_once(self, *values: Any) -> None:
-        self.warning(*values)
+    info_once, warning_once = logging.LoggerAdapter.info, logging.LoggerAdapter.warning
 
-    info_once = warning_once
+
+def _check_free_space(wanted: int, path: str = _SHM, *, allocation_name: str = "shared-memory allocation") -> None:
+    if wanted > (free := shutil.disk_usage(path).free):
+        raise RuntimeError(f"Insufficient space in {path} for {allocation_name}: {wanted} bytes, {free} free")
 
 
 def _stand_ins(around: Surroundings) -> dict[str, Any]:
     torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
+    cuda = torch.cuda
 
-    def check_free_space(
-        wanted: int, shm_path: str = _SHM, *, allocation_name: str = "shared-memory allocation"
-    ) -> None:
-        free = shutil.disk_usage(shm_path).free
-        if wanted > free:
-            raise RuntimeError(f"Insufficient space in {shm_path} for {allocation_name}: {wanted} bytes, {free} free")
+    def capable(family: int, device: int = 0) -> bool:
+        return bool(cuda.is_available() and cuda.get_device_capability(device)[0] == family // 10)
 
-    def set_weight_attrs(parameter: Any, values: dict[str, Any] | None) -> None:
-        for name, value in (values or {}).items():
-            setattr(parameter, name, value)
+    def linear(inputs: int, outputs: int, **_: Any) -> Any:
+        """The projection of one TP rank, not quantised."""
+        return torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
 
     return {
-        "triton": triton, "tl": triton.language, "SHM_PATH": _SHM, "check_shm_free_space": check_free_space,
+        "triton": triton, "tl": triton.language, "SHM_PATH": _SHM, "check_shm_free_space": _check_free_space,
         "get_current_vllm_config": lambda: around.config,
         "get_tensor_model_parallel_rank": lambda: around.tp_rank,
         "get_tensor_model_parallel_world_size": lambda: around.tp_size,
@@ -204,29 +199,13 @@ def _stand_ins(around: Surroundings) -> dict[str, Any]:
         "get_forward_context": lambda: around.forward,
         "is_forward_context_available": lambda: around.forward is not None,
         "init_logger": lambda name: _Log(logging.getLogger(name), {}),
-        "set_weight_attrs": set_weight_attrs, "eager_break_during_capture": lambda function: function,
-        "ColumnParallelLinear": _linear(torch),
-        "current_platform": _platform(torch),
-        "is_uva_available": torch.cuda.is_available,
+        "set_weight_attrs": lambda parameter, values: vars(parameter).update(values),
+        "eager_break_during_capture": lambda function: function,
+        "ColumnParallelLinear": linear,
+        "current_platform": SimpleNamespace(
+            is_cuda=cuda.is_available, is_rocm=lambda: False, is_device_capability_family=capable
+        ),
+        "is_uva_available": cuda.is_available,
         # A Triton kernel takes a registered host tensor as it is: its address is valid on the device.
         "get_accelerator_view_from_cpu_tensor": lambda tensor: tensor,
     }  # fmt: skip
-
-
-def _linear(torch: Any) -> Any:
-    class Linear(torch.nn.Linear):  # type: ignore[misc]
-        """The projection of one TP rank, without bias or quantisation, in bf16."""
-
-        def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
-            super().__init__(inputs, outputs, bias=False, dtype=torch.bfloat16)
-
-    return Linear
-
-
-def _platform(torch: Any) -> Any:
-    def capable(family: int, device: int = 0) -> bool:
-        return bool(torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == family // 10)
-
-    return SimpleNamespace(
-        is_cuda=torch.cuda.is_available, is_rocm=lambda: False, is_device_capability_family=capable
-    )  # fmt: skip

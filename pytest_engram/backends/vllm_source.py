@@ -83,38 +83,72 @@ def parse_spec(spec: str) -> str | None:
 
 def locate(target: str | None = None, cache: Path | None = None) -> EngineSource:
     """The source that ``target`` names; plain None is $PYTEST_ENGRAM_VLLM, else the installed one, else the pin."""
-    target = target or os.environ.get(ENVIRONMENT) or None
+    cache, target = cache or cache_folder(), target or os.environ.get(ENVIRONMENT) or None
     if target and not _VERSION.fullmatch(target):
-        return _from_path(Path(target).expanduser(), cache or cache_folder())
+        return _from_path(Path(target).expanduser(), cache)
     here = installed()
     if here and target in (None, here.version):
         return here
     version = target or PINNED
-    kept = (cache or cache_folder()) / f"vllm-{version}"
+    kept = cache / f"vllm-{version}"
     if (kept / RECEIPT).is_file():
         return _from_extract(kept)
     raise EngramError(
         f"vLLM {version} is neither installed nor in the cache", code="engine-absent", where=str(kept),
-        way_out=f"`pip install vllm=={version}`, or `{_fetch_command(version)}` (320 MB once, 200 KB kept), or name a "
-        "wheel, a folder or a checkout with vllm@PATH",
+        way_out=f"`pip install vllm=={version}`, or `python -m pytest_engram.backends.vllm_source {version}` (320 MB "
+        "once, 200 KB kept), or name a wheel, a folder or a checkout with vllm@PATH",
     )  # fmt: skip
-
-
-def _fetch_command(version: str) -> str:
-    return f"python -m {__spec__.name if __spec__ else __name__} {version}"
 
 
 def installed() -> EngineSource | None:
     """The vLLM of this interpreter, found without importing it; None if there is none."""
     try:
-        version = metadata.version("vllm")
-        found = importlib.util.find_spec("vllm")
+        version, found = metadata.version("vllm"), importlib.util.find_spec("vllm")
     except (metadata.PackageNotFoundError, ValueError):
         return None
     if found is None or found.origin is None:
         return None
     root = Path(found.origin).parent.parent
     return _from_folder(root, version=version, origin="installed", proof=_git(root))
+
+
+def extract(wheel: Path, cache: Path) -> EngineSource:
+    """Keep only the Engram files of ``wheel`` in ``cache``, with the wheel's sha256 as receipt; atomic."""
+    version = wheel.name.split("-")[1]
+    target = cache / f"vllm-{version}"
+    if (target / RECEIPT).is_file():
+        return _from_extract(target)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        made = Path(folder, target.name)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(made, filter(_ENGRAM_FILE.fullmatch, archive.namelist()))
+        except zipfile.BadZipFile:
+            raise EngramError(
+                "not a wheel", code="bad-wheel", where=str(wheel), way_out="remove the file and download it again"
+            ) from None
+        source = _from_folder(made, version=version, origin="wheel", proof={"wheel_sha256": _sha256(wheel)})
+        note = {"version": version, "wheel": wheel.name, **source.proof, "files": source.files}
+        (made / RECEIPT).write_text(json.dumps(note, indent=1) + "\n", "utf-8")
+        made.rename(target)
+    return _from_extract(target)
+
+
+def fetch(version: str = PINNED, cache: Path | None = None) -> EngineSource:
+    """Download the wheel of ``version`` with pip, keep its Engram files, drop the rest."""
+    cache = cache or cache_folder()
+    if (cache / f"vllm-{version}" / RECEIPT).is_file():
+        return _from_extract(cache / f"vllm-{version}")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        done = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True, check=False)
+        if wheels := list(Path(folder).glob("vllm-*.whl")):
+            return extract(wheels[0], cache)
+    raise EngramError(
+        (done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1], code="engine-download", who="pip download",
+        way_out="check the network and the version, or pass a wheel with vllm@PATH.whl",
+    )  # fmt: skip
 
 
 def _from_path(path: Path, cache: Path) -> EngineSource:
@@ -131,7 +165,7 @@ def _from_path(path: Path, cache: Path) -> EngineSource:
 
 
 def _from_folder(root: Path, *, version: str, origin: str, proof: dict[str, str]) -> EngineSource:
-    paths = [path.relative_to(root).as_posix() for path in sorted((root / "vllm" / "models").rglob("*.py"))]
+    paths = [path.relative_to(root).as_posix() for path in sorted(root.glob("vllm/models/**/*.py"))]
     files = {path: _sha256(root / path) for path in paths if _ENGRAM_FILE.fullmatch(path)}
     if not files:
         raise EngramError(
@@ -144,12 +178,11 @@ def _from_folder(root: Path, *, version: str, origin: str, proof: dict[str, str]
 def _from_extract(folder: Path) -> EngineSource:
     try:
         noted = json.loads((folder / RECEIPT).read_text("utf-8"))
-        version, proof, hashes = noted["version"], {"wheel_sha256": noted["wheel_sha256"]}, noted["files"]
-    except (ValueError, KeyError) as error:
+        version, proof, hashes = noted["version"], {"wheel_sha256": noted["wheel_sha256"]}, dict(noted["files"])
+    except (ValueError, KeyError, TypeError) as error:
         raise _changed(folder, f"unreadable receipt ({error})") from None
     source = _from_folder(folder, version=version, origin="wheel", proof=proof)
-    if source.files != hashes:
-        changed = sorted(path for path in {*hashes, *source.files} if hashes.get(path) != source.files.get(path))
+    if changed := sorted({path for path, _ in hashes.items() ^ source.files.items()}):
         raise _changed(folder, f"{', '.join(changed)} differ from the receipt")
     return source
 
@@ -161,69 +194,19 @@ def _changed(folder: Path, seen: str) -> EngramError:
     )  # fmt: skip
 
 
-def extract(wheel: Path, cache: Path) -> EngineSource:
-    """Keep only the Engram files of ``wheel`` in ``cache``, with the wheel's sha256 as receipt; atomic."""
-    version = wheel.name.split("-")[1]
-    target = cache / f"vllm-{version}"
-    if (target / RECEIPT).is_file():
-        return _from_extract(target)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder, target.name)
-        _unpack(wheel, made)
-        source = _from_folder(made, version=version, origin="wheel", proof={"wheel_sha256": _sha256(wheel)})
-        note = {"version": version, "wheel": wheel.name, **source.proof, "files": source.files}
-        (made / RECEIPT).write_text(json.dumps(note, indent=1) + "\n", "utf-8")
-        shutil.move(made, target)
-    return _from_extract(target)
-
-
-def _unpack(wheel: Path, folder: Path) -> None:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if _ENGRAM_FILE.fullmatch(name)])
-    except zipfile.BadZipFile:
-        raise EngramError(
-            "not a wheel", code="bad-wheel", where=str(wheel), way_out="remove the file and download it again"
-        ) from None
-    folder.mkdir(exist_ok=True)
-
-
-def fetch(version: str = PINNED, cache: Path | None = None) -> EngineSource:
-    """Download the wheel of ``version`` with pip, keep its Engram files, drop the rest."""
-    cache = cache or cache_folder()
-    if (cache / f"vllm-{version}" / RECEIPT).is_file():
-        return _from_extract(cache / f"vllm-{version}")
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
-        done = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True, check=False)
-        wheels = list(Path(folder).glob("vllm-*.whl"))
-        if done.returncode or not wheels:
-            raise EngramError(
-                (done.stderr.strip().splitlines() or ["pip gave no wheel"])[-1], code="engine-download",
-                who="pip download", way_out="check the network and the version, or pass a wheel with vllm@PATH.whl",
-            )  # fmt: skip
-        return extract(wheels[0], cache)
-
-
 def _git(root: Path) -> dict[str, str]:
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
+    git, text = shutil.which("git"), ""
+    if git and (root / ".git").exists():
+        command = [git, "-C", str(root), "status", "--porcelain=v2", "--branch", "--", "vllm/models"]
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    commit = re.search(r"^# branch\.oid ([0-9a-f]{40})$", text, re.MULTILINE)
+    if not commit:
         return {"commit": "unknown"}
-    asked = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "vllm/models"])
-    answers = [subprocess.run([git, "-C", str(root), *a], capture_output=True, text=True, check=False) for a in asked]
-    if any(answer.returncode for answer in answers):
-        return {"commit": "unknown"}
-    return {"commit": answers[0].stdout.strip(), "dirty": str(bool(answers[1].stdout.strip())).lower()}
+    return {"commit": commit[1], "dirty": str(bool(re.search(r"^[^#]", text, re.MULTILINE))).lower()}
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from pytest_engram.errors import EngramError
 from pytest_engram.model import Gpu, NumaNode
@@ -22,19 +21,21 @@ _VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD: a server's management VGA is no 
 
 def read_gpus(
     tree: Tree, nodes: tuple[NumaNode, ...], sources: Mapping[str, GpuSource], *, stand_ins: bool
-) -> tuple[tuple[Gpu, ...], frozenset[int], list[str]]:
-    """(GPUs in PCI order, the nodes of their own coherent memory, notes on sources that could not answer)."""
-    answers, notes = _ask(sources)
+) -> tuple[tuple[Gpu, ...], set[int], list[str]]:
+    """(GPUs in PCI order, the nodes that a GPU, its driver or the firmware claims, notes on sources that failed)."""
+    notes: list[str] = []
+    answers = {name: _ask(name, source, notes) for name, source in sources.items()}
     found = {pci for pci in tree.names(_BUS, _ADDRESS) if _is_gpu(tree, pci, stand_ins=stand_ins)}
-    found.update(pci for known in answers.values() for pci in known)
-    gpus: list[Gpu] = []
-    own_nodes: set[int] = set()
-    for pci in sorted(found):
+    found = found.union(*answers.values())
+    paths = {pci: _path(tree, pci) for pci in sorted(found)}
+    claimed = set(tree.numbers("sys/devices/system/node/has_generic_initiator") or ()) if found else set()
+    gpus = []
+    for pci in paths:
         said = {**_sysfs(tree, pci, nodes), **{name: known.get(pci, GpuAnswer()) for name, known in answers.items()}}
-        gpus.append(_gpu(tree, pci, nodes, said))
-        own_nodes.update(answer.own_node for answer in said.values() if answer.own_node is not None)
-        own_nodes.update(_driver_node(tree, pci))
-    return _with_switches(gpus), frozenset(own_nodes), notes
+        gpus.append(_gpu(tree, pci, nodes, said, paths))
+        claimed.update(answer.own_node for answer in said.values() if answer.own_node is not None)
+        claimed.update(map(int, re.findall(r"Node:\s*(\d+)", tree.text(f"{_DRIVER}/{pci}/numa_status") or "")))
+    return tuple(gpus), claimed, notes
 
 
 def normal_pci(text: str) -> str:
@@ -43,67 +44,48 @@ def normal_pci(text: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def settle(pci: str, said: Mapping[str, frozenset[int]], reasons: Mapping[str, str]) -> tuple[int | None, str | None]:
-    """(node, None) where every source that knows leaves exactly one node, else (None, why)."""
-    known = {name: nodes for name, nodes in said.items() if nodes}
-    if not known:
-        return None, "unknown: " + ("; ".join(f"{name}: {why}" for name, why in reasons.items()) or f"{pci} is silent")
-    common = frozenset.intersection(*known.values())
-    if len(common) == 1:
-        return min(common), None
-    told = ", ".join(f"{name} says {_spell(nodes)}" for name, nodes in known.items())
-    return None, f"{'ambiguous' if common else 'sources contradict'}: {told}"
-
-
-def _ask(sources: Mapping[str, GpuSource]) -> tuple[dict[str, dict[str, GpuAnswer]], list[str]]:
-    replies = {name: _reply(source) for name, source in sources.items()}
-    notes = [f"{name}: {reply.seen}" for name, reply in replies.items() if isinstance(reply, EngramError)]
-    return {name: {} if isinstance(reply, EngramError) else reply for name, reply in replies.items()}, notes
-
-
-def _reply(source: GpuSource) -> dict[str, GpuAnswer] | EngramError:
+def _ask(name: str, source: GpuSource, notes: list[str]) -> dict[str, GpuAnswer]:
     try:
         return {normal_pci(pci): answer for pci, answer in source().items()}
     except EngramError as error:
-        return error
+        notes.append(f"{name}: {error.seen}")
+        return {}
 
 
 def _is_gpu(tree: Tree, pci: str, *, stand_ins: bool) -> bool:
-    kind = (tree.text(f"{_BUS}/{pci}/class") or "")[2:6]
-    if stand_ins and kind.startswith("03"):
-        return True
-    return kind in _CLASSES and tree.text(f"{_BUS}/{pci}/vendor") in _VENDORS
+    kind, vendor = (tree.text(f"{_BUS}/{pci}/{name}") or "" for name in ("class", "vendor"))
+    return (kind[2:6] in _CLASSES and vendor in _VENDORS) or (stand_ins and kind[2:4] == "03")
 
 
 def _sysfs(tree: Tree, pci: str, nodes: tuple[NumaNode, ...]) -> dict[str, GpuAnswer]:
     """With numa_node -1 the kernel lists every online CPU as local: the same "unknown", not a second witness."""
-    number = tree.number(f"{_BUS}/{pci}/numa_node")
-    cpus = tree.numbers(f"{_BUS}/{pci}/local_cpulist")
-    by_number = GpuAnswer(reason="absent") if number is None else GpuAnswer(nodes=(number,))
-    if number is not None and number < 0:
-        by_number = GpuAnswer(reason=f"says {number}")
-    by_cpus = GpuAnswer(cpus=cpus, reason="absent" if cpus is None else None)
-    if by_number.nodes is None and set(cpus or ()) >= {cpu for node in nodes for cpu in node.cpus}:
-        by_cpus = GpuAnswer(reason="lists every CPU")
+    number, cpus = tree.number(f"{_BUS}/{pci}/numa_node"), tree.numbers(f"{_BUS}/{pci}/local_cpulist")
+    by_number, by_cpus = GpuAnswer(nodes=(number or 0,)), GpuAnswer(cpus=cpus, reason="absent")
+    if number is None or number < 0:
+        by_number = GpuAnswer(reason="absent" if number is None else f"says {number}")
+        if set(cpus or ()) >= {cpu for node in nodes for cpu in node.cpus}:
+            by_cpus = GpuAnswer(reason="lists every CPU")
     return {"sysfs numa_node": by_number, "sysfs local_cpulist": by_cpus}
 
 
-def _gpu(tree: Tree, pci: str, nodes: tuple[NumaNode, ...], said: Mapping[str, GpuAnswer]) -> Gpu:
+def _gpu(
+    tree: Tree, pci: str, nodes: tuple[NumaNode, ...], said: Mapping[str, GpuAnswer], paths: Mapping[str, tuple[str, ...]]
+) -> Gpu:
     near = {name: _near(answer, nodes) for name, answer in said.items()}
-    node, absent = settle(pci, near, {name: answer.reason or "silent" for name, answer in said.items()})
+    node, absent = _settle(near, said)
     if node is not None and node not in {one.id for one in nodes}:
         node, absent = None, f"the sources say node {node}, which is not online here"
     information = dict(re.findall(r"^([^:\n]+):\s*(.+?)\s*$", tree.text(f"{_DRIVER}/{pci}/information") or "", re.M))
     return Gpu(
         pci=pci,
-        name=_first(said, "name") or information.get("Model"),
-        uuid=_first(said, "uuid") or information.get("GPU UUID"),
-        node_by_source={name: min(nodes) if len(nodes) == 1 else None for name, nodes in near.items()},
+        name=next((answer.name for answer in said.values() if answer.name), information.get("Model")),
+        uuid=next((answer.uuid for answer in said.values() if answer.uuid), information.get("GPU UUID")),
+        node_by_source={name: min(one) if len(one) == 1 else None for name, one in near.items()},
         numa_node=node,
         node_absent=absent,
-        pci_path=_path(tree, pci),
+        pci_path=paths[pci],
         link=_link(tree, pci),
-        peers={normal_pci(peer): how for answer in said.values() for peer, how in answer.peers.items()},
+        peers=_peers(pci, said, paths),
     )
 
 
@@ -113,15 +95,22 @@ def _near(answer: GpuAnswer, nodes: tuple[NumaNode, ...]) -> frozenset[int]:
     return frozenset(node.id for node in nodes if set(node.cpus) & set(answer.cpus or ()))
 
 
-def _first(said: Mapping[str, GpuAnswer], field: str) -> str | None:
-    return next((value for answer in said.values() if (value := getattr(answer, field))), None)
+def _settle(near: Mapping[str, frozenset[int]], said: Mapping[str, GpuAnswer]) -> tuple[int | None, str | None]:
+    """(node, None) where every source that knows leaves exactly one node, else (None, why)."""
+    known = {name: nodes for name, nodes in near.items() if nodes}
+    if not known:
+        return None, "unknown: " + "; ".join(f"{name}: {answer.reason or 'silent'}" for name, answer in said.items())
+    common = frozenset.intersection(*known.values())
+    if len(common) == 1:
+        return min(common), None
+    told = ", ".join(f"{name} says {' or '.join(map(str, sorted(nodes)))}" for name, nodes in known.items())
+    return None, f"{'ambiguous' if common else 'sources contradict'}: {told}"
 
 
 def _path(tree: Tree, pci: str) -> tuple[str, ...]:
     """Root port first, the device last: the address-like parts of the place that the bus link leads to."""
-    if tree.link(f"{_BUS}/{pci}") is None:
-        return ()
-    return tuple(part for part in tree.real(f"{_BUS}/{pci}").split("/") if re.fullmatch(_ADDRESS, part))
+    device = tree.root / _BUS / pci
+    return tuple(part for part in device.resolve().parts if device.exists() and re.fullmatch(_ADDRESS, part))
 
 
 def _link(tree: Tree, pci: str) -> str | None:
@@ -131,30 +120,16 @@ def _link(tree: Tree, pci: str) -> str | None:
 
 
 def _speed(tree: Tree, stem: str) -> str | None:
-    speed = re.match(r"[\d.]+ GT/s", tree.text(f"{stem}_speed") or "")
-    width = tree.number(f"{stem}_width")
+    speed, width = re.match(r"[\d.]+ GT/s", tree.text(f"{stem}_speed") or ""), tree.number(f"{stem}_width")
     return f"{speed[0]} x{width}" if speed and width else None
 
 
-def _driver_node(tree: Tree, pci: str) -> list[int]:
-    """The GPU's own memory node as the NVIDIA driver reports it on coherent platforms (``Node: 2``)."""
-    return [int(node) for node in re.findall(r"Node:\s*(\d+)", tree.text(f"{_DRIVER}/{pci}/numa_status") or "")]
-
-
-def _with_switches(gpus: list[Gpu]) -> tuple[Gpu, ...]:
-    return tuple(replace(gpu, peers={**gpu.peers, **_shared(gpu, gpus)}) for gpu in gpus)
-
-
-def _shared(gpu: Gpu, gpus: list[Gpu]) -> dict[str, str]:
-    """Peers below the same root port: through a switch where the common path goes deeper than that port."""
-    shared = {}
-    for peer in gpus:
-        common = [one for one, other in zip(gpu.pci_path, peer.pci_path, strict=False) if one == other]
-        if peer is not gpu and common:
+def _peers(pci: str, said: Mapping[str, GpuAnswer], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """NVLink as a source says, and a shared root port or, where the common path goes deeper, a shared switch."""
+    peers = {normal_pci(peer): how for answer in said.values() for peer, how in answer.peers.items()}
+    for peer, path in paths.items():
+        common = [one for one, other in zip(paths[pci], path, strict=False) if one == other]
+        if peer != pci and common:
             how = f"shared {'switch' if len(common) > 1 else 'root port'} {common[-1]}"
-            shared[peer.pci] = ", ".join(filter(None, (gpu.peers.get(peer.pci), how)))
-    return shared
-
-
-def _spell(nodes: frozenset[int]) -> str:
-    return " or ".join(map(str, sorted(nodes)))
+            peers[peer] = f"{peers[peer]}, {how}" if peer in peers else how
+    return peers

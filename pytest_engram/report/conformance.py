@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
+from pytest_engram.backends import load_backend
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.checks import CASES, check, explain
 from pytest_engram.model import CorrectnessSample
@@ -29,11 +31,6 @@ class Column:
         count = mine.count(first)
         return first if count == len(mine) else f"{first} ({count} of {len(mine)})"
 
-    @property
-    def failed(self) -> bool:
-        """Whether a case failed that is neither declared nor unsupported."""
-        return any(outcome == "fail" for outcome, _ in self.results)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conformance:
@@ -44,8 +41,15 @@ class Conformance:
 
     @property
     def failed(self) -> bool:
-        """Whether any version broke a line of the contract."""
-        return any(column.failed for column in self.columns)
+        """Whether, for any version, a case failed that is neither declared nor unsupported."""
+        return any(outcome == "fail" for column in self.columns for outcome, _ in column.results)
+
+
+def conformance_main(specs: Sequence[str], out: TextIO, engine: str | None = None) -> int:
+    """Write the table of the backends that ``specs`` name (``vllm@0.33.0``); 1 if one of them broke a line, else 0."""
+    result = conformance([load_backend(spec) for spec in specs], engine=engine)
+    out.write(render(result))
+    return int(result.failed)
 
 
 def conformance(backends: Sequence[Backend], seed: int = 0, *, engine: str | None = None) -> Conformance:
@@ -59,40 +63,31 @@ def render(result: Conformance) -> str:
 
 
 def _column(backend: Backend, seed: int, engine: str | None) -> Column:
-    results = []
-    for case in CASES:
-        sample = check(backend, case, seed=seed, engine=engine)
-        declared = {case.name, case.contract} & set(backend.differences) and case.capability in backend.capabilities
-        results.append((_outcome(sample, declared=bool(declared)), sample))
+    samples = [check(backend, case, seed=seed, engine=engine) for case in CASES]
     return Column(
-        name=backend.name, receipt=backend.receipt(), differences=dict(backend.differences), results=tuple(results)
-    )
+        name=backend.name, receipt=backend.receipt(), differences=dict(backend.differences),
+        results=tuple((_outcome(sample), sample) for sample in samples),
+    )  # fmt: skip
 
 
-def _outcome(sample: CorrectnessSample, *, declared: bool) -> str:
-    if sample.passed:
-        return "pass"
-    if sample.supported:
-        return "fail"
-    return "declared difference" if declared else "not supported"
+def _outcome(sample: CorrectnessSample) -> str:
+    if sample.passed or sample.supported:
+        return "pass" if sample.passed else "fail"
+    return "declared difference" if sample.detail.startswith("declared difference") else "not supported"
 
 
 def _lines(result: Conformance) -> Iterator[str]:
     yield from (f"# Engram contract conformance (seed {result.seed})", "")
-    contracts = list(dict.fromkeys(case.contract for case in CASES))
+    lines: dict[str, list[str]] = {}
+    for case in CASES:
+        lines.setdefault(case.contract, []).append(case.name)
     head = ("line", "cases", *(column.name for column in result.columns))
-    yield from table(head, [(line, _cases(line), *(c.line(line) for c in result.columns)) for line in contracts])
+    yield from table(
+        head, [(name, ", ".join(cases), *(c.line(name) for c in result.columns)) for name, cases in lines.items()]
+    )
     for column in result.columns:
-        yield from _notes(column)
-
-
-def _cases(contract: str) -> str:
-    return ", ".join(case.name for case in CASES if case.contract == contract)
-
-
-def _notes(column: Column) -> Iterator[str]:
-    yield from (f"## {column.name}", "")
-    shown = [(outcome, sample) for outcome, sample in column.results if outcome != "pass"]
-    yield from table(("outcome", "what was seen"), [(outcome, explain(sample)) for outcome, sample in shown])
-    yield from table(("declared for", "difference"), column.differences.items())
-    yield from table(("receipt", "value"), column.receipt.items())
+        yield from (f"## {column.name}", "")
+        shown = [(outcome, explain(sample)) for outcome, sample in column.results if outcome != "pass"]
+        yield from table(("outcome", "what was seen"), shown)
+        yield from table(("declared for", "difference"), column.differences.items())
+        yield from table(("receipt", "value"), column.receipt.items())

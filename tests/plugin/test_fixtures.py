@@ -1,0 +1,97 @@
+"""The fixtures give what their docstrings say: placed tables held by real peers, and one serial prefetch stream."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pytest_engram.checks import explain
+from pytest_engram.engines.protocol import StepSettings
+from pytest_engram.errors import UsageError
+from pytest_engram.model import Workload
+from pytest_engram.queueing import queue_report
+from pytest_engram.serving.replay import fixed_batches
+
+ROWS = 20_000
+
+
+def processes():
+    """Live child processes of this one."""
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {child for task in tasks for child in task.read_text().split()}
+
+
+@pytest.fixture
+def table(engram_table):
+    """A small table bound to node 0 and held by two peers."""
+    return engram_table(policy="bind:0", backing="tmpfs", ranks=2, rows=ROWS)
+
+
+def test_every_rank_reports_every_page_on_its_node(table):
+    """Both ranks' audits cover the table, by two routes, and find all pages on node 0."""
+    assert {(d.rank, d.moment.value) for d in table.distributions} >= {(0, "loaded"), (1, "loaded")}
+    for found in table.distributions:
+        assert found.covered_bytes == found.table_bytes
+        assert set(found.pages) == {0} and not found.unplaced
+        assert set(found.routes) == {"move_pages", "numa_maps"}
+
+
+def test_receipts_show_who_allocated(table):
+    """Rank 0's populate step grew the object to its full size; no step of rank 1 did."""
+    grown = {
+        (receipt.rank, receipt.step): receipt.object_pages[1] - receipt.object_pages[0]
+        for receipt in table.receipts
+        if receipt.object_pages is not None and receipt.object_pages[1] > receipt.object_pages[0]
+    }
+    assert (0, "populate") in grown
+    steps = {step for rank, step in grown if rank == 1}
+    assert steps <= {"populate"}  # rank 1 watched the object grow while it waited at the leader's step
+
+
+def test_the_test_maps_the_same_pages(table, engram_oracle):
+    """What the leader loaded is what this process reads: the oracle's rows, in place."""
+    weight, scales = table.views[1]
+    expected, expected_scales = engram_oracle.synthetic_rows(17, 19, 256, layer=1, seed=table.seed)
+    np.testing.assert_array_equal(weight[17:19], expected)
+    np.testing.assert_array_equal(scales[17:19], expected_scales)
+
+
+def test_nothing_is_left_behind(engram_table):
+    """After close no peer lives and /dev/shm holds what it held before."""
+    before, names = processes(), set(os.listdir("/dev/shm"))
+    placed = engram_table(policy="default", backing="memfd", ranks=2, rows=ROWS)
+    assert processes() > before
+    placed.close()
+    assert (processes(), set(os.listdir("/dev/shm"))) == (before, names)
+    placed.close()  # twice is once
+
+
+def test_a_bad_policy_is_one_sentence(engram_table):
+    """An unknown node and an unknown backing are usage errors that say what there is."""
+    with pytest.raises(UsageError, match="node 7"):
+        engram_table(policy="bind:7", rows=ROWS)
+    with pytest.raises(UsageError, match="tmpfs"):
+        engram_table(backing="floppy", rows=ROWS)
+
+
+def test_prefetch_is_one_serial_queue(table, engram_prefetch):
+    """A marked step over the placed table is a serial queue whose lookups end before their consumers go on."""
+    engine = engram_prefetch(table, hidden=64, layers=16, tokens=16)
+    batch = next(fixed_batches(Workload(tokens=16), 3, 129_280, "low-reuse"))
+    timeline = engine.step(batch, StepSettings(submission="early"), marks=True).timeline
+    report = queue_report(timeline, tolerance_ns=1_000_000)
+    assert report.serial, report.reason
+    assert all(mark.done <= mark.wait_after for mark in timeline.lookups)
+
+
+def test_backend_passes_on_the_placed_table(table, engram_backend):
+    """The backend's lookup on the shared pages equals the oracle for hash ids, padding and DEAD_ID."""
+    from pytest_engram import checks
+    from pytest_engram.engines.tables import full_shards
+    from pytest_engram.tokens import synthetic_token_map
+
+    shards = full_shards(table.views, table.layout)
+    tokens = synthetic_token_map(table.layout.compressed_vocab)
+    samples = checks.check_table(engram_backend, shards, table.layout, tokens, seed=table.seed)
+    assert [explain(sample) for sample in samples if not sample.passed] == []
