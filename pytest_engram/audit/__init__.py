@@ -94,7 +94,7 @@ def bundle(target: Path) -> None:
 
 def _look(arguments: argparse.Namespace) -> Report:
     source = Source()
-    driver = {name: answer for name, answer in gpu_sources().items() if name.startswith("nvml")}  # not cuInit
+    driver = {name: ask for name, ask in gpu_sources().items() if name.startswith("nvml")}  # cuInit is none of ours
     limits = Limits(min_bytes=arguments.min_mib << 20, pages=arguments.pages, stall_s=arguments.stall,
                     numa_maps=arguments.numa_maps, probe=arguments.probe)  # fmt: skip
     pids = dict.fromkeys([*arguments.pids, *_matching(source, arguments.match)])
@@ -119,7 +119,7 @@ def _fetch(url: str | None) -> str:
         with urlopen(url, timeout=5) as answer:  # noqa: S310 - the scheme is checked
             return str(answer.read(32 << 20).decode(errors="replace"))
     except OSError as error:
-        raise UsageError(f"{url}: {error}", code="no-metrics", where="--metrics", expected="a server") from None
+        raise UsageError(f"{url}: {error}", code="no-metrics", where="--metrics") from None
 
 
 def _say(text: str) -> None:

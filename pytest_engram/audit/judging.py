@@ -191,18 +191,22 @@ def _findings(workers: Sequence[Worker], tables: Sequence[Table], topology: Topo
 
 def _memory(worker: Worker) -> Iterator[tuple[str, str]]:
     shown, asked = worker.task_policy, worker.asked.get("membind")
-    if shown and asked and shown != f"bind:{asked}":
+    if shown and asked and _listed(shown.removeprefix("bind:")) != _listed(asked):
         yield "membind-dropped", f"--membind {asked} was asked, the task's policy shows {shown}"
     if shown and not asked and "numa-bind" in worker.asked and not shown.startswith("bind"):
         yield "membind-dropped", f"--numa-bind was asked, the task's policy shows {shown}: at most its CPUs are bound"
 
 
+def _listed(text: str) -> set[int]:
+    """A node list; words such as "all" or "default" are no node."""
+    return set(parse_list(text, where="nodes")) if re.fullmatch(r"\d[\d,-]*", text) else set()
+
+
 def _cpus(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
     asked = worker.asked.get("cpunodebind", "")
-    if re.fullmatch(r"[\d,-]+", asked) and worker.cpus:
-        wanted = parse_list(asked, where="--cpunodebind")
-        if {topology.node_of_cpu(cpu) for cpu in parse_list(worker.cpus, where="Cpus_allowed_list")} - set(wanted):
-            yield "cpunodebind-dropped", f"--cpunodebind {asked} was asked, the CPU mask is {worker.cpus}"
+    near = {topology.node_of_cpu(cpu) for cpu in _listed(worker.cpus or "")}
+    if _listed(asked) and near - _listed(asked):
+        yield "cpunodebind-dropped", f"--cpunodebind {asked} was asked, the CPU mask is {worker.cpus}"
 
 
 def _nodes(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
@@ -221,6 +225,10 @@ def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]
         return
     if view.remote is not None and view.remote - table.bound > REMOTE:
         yield "remote-pages", f"{view.remote:.1%} of {table.name} lies away from node {worker.node}, its GPU's"
+    asked, placed = _listed(worker.asked.get("membind", "")), sum(view.pages.values())
+    outside = sum(count for node, count in view.pages.items() if node not in asked) if asked else 0
+    if outside > (REMOTE + table.bound) * placed:
+        yield "outside-membind", f"{outside / placed:.1%} of {table.name} lies outside --membind's nodes {sorted(asked)}"
     exact = {node: count * PAGE for node, count in view.pages.items()}
     if not table.bound and table.kind != "probe" and view.numa_maps_bytes not in (None, exact):
         yield "route-disagreement", f"{table.name}: move_pages counts {exact} bytes, numa_maps {view.numa_maps_bytes}"
@@ -277,7 +285,7 @@ def _next(workers: Sequence[Worker], tables: Sequence[Table], codes: set[str]) -
         return f"sudo pytest-engram audit {pids}   (or as the workers' own user)"
     if not tables:
         return "start the server with PYTEST_ENGRAM_PROBE=FOLDER and pytest_engram.probe.record_table in its loader"
-    if codes & {"remote-pages", "membind-dropped", "cpunodebind-dropped", "bind-contradicts-gpu"}:
+    if codes & {"remote-pages", "membind-dropped", "outside-membind", "cpunodebind-dropped", "bind-contradicts-gpu"}:
         return "pytest-engram plan A1   (what measuring one placement against the other takes)"
     if any(gap.code == "stall" for gap in gaps):
         return f"pytest-engram audit {pids} --stall 5   (when a pause of that length is acceptable)"

@@ -130,7 +130,8 @@ def problem(pid: int, what: str, error: Exception) -> Problem:
     """Why something could not be read, and which permission would change that."""
     number, text, code = getattr(error, "errno", None), str(error), getattr(error, "code", "not-readable")
     if number:
-        code, text = ("gone" if number == errno.ESRCH else code), f"{errno.errorcode[number]} {text}"
+        gone = number == errno.ESRCH or (number, what) == (errno.ENOENT, "status")
+        code, text = "gone" if gone else code, f"{errno.errorcode[number]} {text}"
     if number in (errno.EPERM, errno.EACCES):
         blocked = what == "move_pages" and _blocked()
         text += f"; needs {'CAP_SYS_NICE, or a seccomp profile that allows move_pages' if blocked else _NEED}"

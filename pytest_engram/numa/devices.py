@@ -10,7 +10,9 @@ from pytest_engram.model import Gpu, NumaNode
 from pytest_engram.model.machine import GpuAnswer
 from pytest_engram.numa.tree import Tree
 
-GpuSource = Callable[[], Mapping[str, GpuAnswer]]  # PCI address -> answer
+Said = Mapping[str, GpuAnswer]  # by PCI address, or by the name of the source
+GpuSource = Callable[[], Said]
+Paths = Mapping[str, tuple[str, ...]]
 
 _BUS = "sys/bus/pci/devices"
 _DRIVER = "proc/driver/nvidia/gpus"
@@ -60,33 +62,27 @@ def _is_gpu(tree: Tree, pci: str, *, stand_ins: bool) -> bool:
 def _sysfs(tree: Tree, pci: str, nodes: tuple[NumaNode, ...]) -> dict[str, GpuAnswer]:
     """With numa_node -1 the kernel lists every online CPU as local: the same "unknown", not a second witness."""
     number, cpus = tree.number(f"{_BUS}/{pci}/numa_node"), tree.numbers(f"{_BUS}/{pci}/local_cpulist")
-    by_number, by_cpus = GpuAnswer(nodes=(number or 0,)), GpuAnswer(cpus=cpus, reason="absent")
-    if number is None or number < 0:
-        by_number = GpuAnswer(reason="absent" if number is None else f"says {number}")
-        if set(cpus or ()) >= {cpu for node in nodes for cpu in node.cpus}:
-            by_cpus = GpuAnswer(reason="lists every CPU")
+    by_number, by_cpus = GpuAnswer(reason="absent"), GpuAnswer(cpus=cpus, reason="absent")
+    if number is not None:
+        by_number = GpuAnswer(nodes=(number,)) if number >= 0 else GpuAnswer(reason=f"says {number}")
+    if by_number.nodes is None and set(cpus or ()) >= {cpu for node in nodes for cpu in node.cpus}:
+        by_cpus = GpuAnswer(reason="lists every CPU")
     return {"sysfs numa_node": by_number, "sysfs local_cpulist": by_cpus}
 
 
-def _gpu(
-    tree: Tree, pci: str, nodes: tuple[NumaNode, ...], said: Mapping[str, GpuAnswer], paths: Mapping[str, tuple[str, ...]]
-) -> Gpu:
+def _gpu(tree: Tree, pci: str, nodes: tuple[NumaNode, ...], said: Said, paths: Paths) -> Gpu:
     near = {name: _near(answer, nodes) for name, answer in said.items()}
     node, absent = _settle(near, said)
     if node is not None and node not in {one.id for one in nodes}:
         node, absent = None, f"the sources say node {node}, which is not online here"
     information = dict(re.findall(r"^([^:\n]+):\s*(.+?)\s*$", tree.text(f"{_DRIVER}/{pci}/information") or "", re.M))
     return Gpu(
-        pci=pci,
+        pci=pci, numa_node=node, node_absent=absent, pci_path=paths[pci], link=_link(tree, pci),
         name=next((answer.name for answer in said.values() if answer.name), information.get("Model")),
         uuid=next((answer.uuid for answer in said.values() if answer.uuid), information.get("GPU UUID")),
         node_by_source={name: min(one) if len(one) == 1 else None for name, one in near.items()},
-        numa_node=node,
-        node_absent=absent,
-        pci_path=paths[pci],
-        link=_link(tree, pci),
         peers=_peers(pci, said, paths),
-    )
+    )  # fmt: skip
 
 
 def _near(answer: GpuAnswer, nodes: tuple[NumaNode, ...]) -> frozenset[int]:
@@ -95,7 +91,7 @@ def _near(answer: GpuAnswer, nodes: tuple[NumaNode, ...]) -> frozenset[int]:
     return frozenset(node.id for node in nodes if set(node.cpus) & set(answer.cpus or ()))
 
 
-def _settle(near: Mapping[str, frozenset[int]], said: Mapping[str, GpuAnswer]) -> tuple[int | None, str | None]:
+def _settle(near: Mapping[str, frozenset[int]], said: Said) -> tuple[int | None, str | None]:
     """(node, None) where every source that knows leaves exactly one node, else (None, why)."""
     known = {name: nodes for name, nodes in near.items() if nodes}
     if not known:
@@ -124,7 +120,7 @@ def _speed(tree: Tree, stem: str) -> str | None:
     return f"{speed[0]} x{width}" if speed and width else None
 
 
-def _peers(pci: str, said: Mapping[str, GpuAnswer], paths: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def _peers(pci: str, said: Said, paths: Paths) -> dict[str, str]:
     """NVLink as a source says, and a shared root port or, where the common path goes deeper, a shared switch."""
     peers = {normal_pci(peer): how for answer in said.values() for peer, how in answer.peers.items()}
     for peer, path in paths.items():
