@@ -6,7 +6,7 @@ The simulated rule is the gates' own: the lower limit of ``stats`` against the m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,16 +45,13 @@ class Row:
 
 SCENARIOS = (
     Scenario(title="null"),
-    Scenario(title="null, noise 3 %", noise=0.03),
     Scenario(title="null, heavy tails", heavy=True),
-    Scenario(title="null, 20 blocks", blocks=20),
     Scenario(title="truth = margin of 2 %", truth=0.02, margin=0.02),
     Scenario(title="null, drift 2 %, random blocks", drift=0.02),
     Scenario(title="null, drift 2 %, 20 random blocks", drift=0.02, blocks=20),
     Scenario(title="null, drift 2 %, A…A B…B", drift=0.02, randomised=False),
     Scenario(title="null, drift 2 %, A…A B…B, n = 20", drift=0.02, randomised=False, blocks=20),
     Scenario(title="truth +2 %", truth=0.02),
-    Scenario(title="truth +2 %, drift 2 %", truth=0.02, drift=0.02),
     Scenario(title="truth +2 %, noise 3 %", truth=0.02, noise=0.03),
     Scenario(title="truth +2 %, noise 3 %, 31 blocks", truth=0.02, noise=0.03, blocks=31),
     Scenario(title="truth +2 %, heavy tails, 20 blocks, noise 3 %", truth=0.02, noise=0.03, blocks=20, heavy=True),
@@ -68,43 +65,30 @@ def table(*, trials: int = 10_000, seed: int = 20261) -> list[Row]:
 
 def simulate(scenario: Scenario, *, trials: int, seed: int) -> Row:
     """``trials`` schedules of one world, judged at one-sided 2.5 % against the margin."""
-    rng = np.random.default_rng([seed, *scenario.title.encode()])
-    logs = _noise(rng, scenario, trials) + scenario.drift * _clock(rng, scenario, trials)
+    logs = _logs(np.random.default_rng([seed, *scenario.title.encode()]), scenario, trials)
     base, twin, candidate = logs[..., 0], logs[..., 1], logs[..., 2] + math.log1p(scenario.truth)
     declared = stats.lower_limits(candidate - (base + twin) / 2) > math.log1p(scenario.margin)
-    invalid = _differ(twin - base)
+    level = max(AA_LEVEL, 2.0 ** (1 - scenario.blocks)) / 2  # as the gates: never below what so many blocks reach
+    invalid = np.logical_or(*(stats.lower_limits(aa, level) > 0 for aa in (twin - base, base - twin)))
     return Row(
         scenario=scenario, declared=float(declared.mean()), passed=float((declared & ~invalid).mean()),
         invalidated=float(invalid.mean()), trials=trials,
     )  # fmt: skip
 
 
-def _noise(rng: np.random.Generator, scenario: Scenario, trials: int) -> Any:
+def _logs(rng: np.random.Generator, scenario: Scenario, trials: int) -> Any:
+    """Log times, [trials, blocks, arms]: noise, and drift by when each run takes place, from 0 (first) to 1 (last)."""
     shape = (trials, scenario.blocks, 3)
-    unit = rng.standard_t(3, shape) / math.sqrt(3) if scenario.heavy else rng.standard_normal(shape)
-    return scenario.noise * unit
+    noise = rng.standard_t(3, shape) / math.sqrt(3) if scenario.heavy else rng.standard_normal(shape)
+    clock = np.linspace(0, 1, 3 * scenario.blocks)
+    in_blocks = rng.permuted(np.broadcast_to(clock.reshape(-1, 3), shape), axis=2)
+    return scenario.noise * noise + scenario.drift * (in_blocks if scenario.randomised else clock.reshape(3, -1).T)
 
 
-def _clock(rng: np.random.Generator, scenario: Scenario, trials: int) -> Any:
-    """When each run takes place, from 0 (first) to 1 (last): [trials, blocks, arms]."""
-    cells = np.arange(3 * scenario.blocks) / (3 * scenario.blocks - 1)
-    if not scenario.randomised:
-        return np.broadcast_to(cells.reshape(3, -1).T, (trials, scenario.blocks, 3))
-    return rng.permuted(np.broadcast_to(cells.reshape(-1, 3), (trials, scenario.blocks, 3)), axis=2)
-
-
-def _differ(aa: Any) -> Any:
-    """The two-sided A/A test at its level, or at the least that so few blocks can reach."""
-    alpha = max(AA_LEVEL, 2.0 ** (1 - aa.shape[1])) / 2
-    return (stats.lower_limits(aa, alpha) > 0) | (stats.lower_limits(-aa, alpha) > 0)
-
-
-def render(rows: Iterable[Row]) -> str:
+def render(rows: Sequence[Row]) -> str:
     """A Markdown table; "declared" is an error under a null and the power under a true effect."""
-    rows = list(rows)
-    trials = rows[0].trials if rows else 0
     lines = [
-        f"Simulated, {trials:,} schedules each; declared at one-sided {stats.ALPHA:.1%} against the margin.",
+        f"Simulated, {rows[0].trials:,} schedules each; declared at one-sided {stats.ALPHA:.1%} against the margin.",
         "",
         "| world | blocks | noise per run | declared | declared and A/A sound | A/A invalidates |",
         "|---|---|---|---|---|---|",

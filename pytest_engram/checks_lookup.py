@@ -1,7 +1,10 @@
-"""The contract cases of lookups and the gate: L1–L5, L7, L9–L11 and the rows of H17."""
+"""The contract cases of lookups and the gate: L1–L5, L7–L11 and the rows of H17."""
 
 from __future__ import annotations
 
+import mmap
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +13,8 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, rows_differ
-from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard
+from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, rows_differ
+from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
 from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
 
 _DIM = 256
@@ -108,13 +111,13 @@ def padded_heads(probe: Probe) -> Finding | None:
 
 def shards_assemble(probe: Probe) -> Finding | None:
     """The shards' outputs side by side, cut to the true heads, are the whole lookup."""
-    weight, scales, primes = _heads(probe, 24)
-    ids = _head_ids(probe, primes, 3)
-    expected = np.empty((3, 24, _DIM), dtype=np.uint16)
-    lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
-    parts = [_cut(weight, scales, head_shard(primes, 5, rank), 24) for rank in range(5)]
-    outputs = [probe.lookup(probe.placed(part), probe.place(ids))[0] for part in parts]
-    return rows_differ(np.concatenate(outputs, axis=1)[:, :24], expected, ids)
+    return _assembled(probe, range(5))
+
+
+def head_order(probe: Probe) -> Finding | None:
+    """Heads are split TP-major, then DP inside: outputs gathered over DP, then over TP, are the whole lookup."""
+    rank = getattr(probe.backend, "shard_rank", shard_rank)
+    return _assembled(probe, [rank(tp, dp, 2) for tp in range(3) for dp in range(2)])
 
 
 def strided_ids(probe: Probe) -> Finding | None:
@@ -126,13 +129,14 @@ def strided_ids(probe: Probe) -> Finding | None:
 
 def wide_addresses(probe: Probe) -> Finding | None:
     """Row addresses are 64 bit: rows at and past byte 2^31 of the weights are the right ones."""
-    wrap = 2**31 // _DIM
-    weight = np.zeros((wrap + 4, _DIM), dtype=np.uint8)  # untouched pages cost nothing on the host
-    scales = np.zeros((wrap + 4, _DIM // 32), dtype=np.uint8)
-    for first in (0, wrap - 2):
-        weight[first : first + 4], scales[first : first + 4] = synthetic_rows(first, first + 4, _DIM, layer=0, seed=1)
-    ids = np.array([[0, 1, wrap - 1], [wrap, wrap + 1, 2]], dtype=np.int32)
-    return probe.rows_differ(probe.shard(weight, scales, heads=_HEADS), ids)
+    return _wide(probe, 2**31 // _DIM)
+
+
+def wide_scales(probe: Probe) -> Finding | None:
+    """Scale addresses are 64 bit too: row 2^28 has its own scales (the table is 64 GiB, but sparse)."""
+    if probe.engine != "cpu":
+        raise Unsupported("a sparse table of 64 GiB exists on the host only")
+    return _wide(probe, 2**31 * 32 // _DIM)
 
 
 def spare_rows(probe: Probe) -> Finding | None:
@@ -192,6 +196,36 @@ def gate_closed(probe: Probe) -> Finding | None:
 
 def _content(probe: Probe, rows: int) -> tuple[Any, Any]:
     return synthetic_rows(0, rows, _DIM, layer=0, seed=int(probe.rng.integers(2**31)))
+
+
+def _wide(probe: Probe, wrap: int) -> Finding | None:
+    """Rows around 0 and around ``wrap`` of an otherwise untouched table."""
+    weight, scales = _sparse(wrap + 4, _DIM), _sparse(wrap + 4, _DIM // 32)
+    for first in (0, wrap - 2):
+        weight[first : first + 4], scales[first : first + 4] = synthetic_rows(first, first + 4, _DIM, layer=0, seed=1)
+    ids = np.array([[0, 1, wrap - 1], [wrap, wrap + 1, 2]], dtype=np.int32)
+    return probe.rows_differ(probe.shard(weight, scales, heads=_HEADS), ids)
+
+
+def _sparse(rows: int, columns: int) -> Any:
+    """u8 [rows, columns] of zeros; a page that nobody writes costs nothing, whatever the limits on commitments."""
+    descriptor = os.memfd_create("pytest-engram", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, rows * columns)
+        return np.frombuffer(mmap.mmap(descriptor, rows * columns), dtype=np.uint8).reshape(rows, columns)
+    finally:
+        os.close(descriptor)
+
+
+def _assembled(probe: Probe, ranks: Sequence[int]) -> Finding | None:
+    """The outputs of all shards, in the order of ``ranks``, against the whole table's rows."""
+    weight, scales, primes = _heads(probe, 24)
+    ids = _head_ids(probe, primes, 3)
+    expected = np.empty((3, 24, _DIM), dtype=np.uint16)
+    lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
+    parts = [_cut(weight, scales, head_shard(primes, len(ranks), rank), 24) for rank in ranks]
+    outputs = [probe.lookup(probe.placed(part), probe.place(ids))[0] for part in parts]
+    return rows_differ(np.concatenate(outputs, axis=1)[:, :24], expected, ids)
 
 
 def _table(probe: Probe, rows: int) -> TableShard:
@@ -267,8 +301,10 @@ LOOKUP_CASES = (
     Case("bounds", "L3", "lookup", bounds, compact=True),
     Case("padded-heads", "L4", "shards", padded_heads, compact=True),
     Case("shards-assemble", "L4", "shards", shards_assemble),
+    Case("head-order", "L8", "shards", head_order),
     Case("strided-ids", "L5", "lookup", strided_ids, compact=True),
     Case("wide-addresses", "L5", "lookup", wide_addresses),
+    Case("wide-scales", "L5", "lookup", wide_scales),
     Case("spare-rows", "L7", "lookup", spare_rows),
     Case("token-counts", "L9", "lookup", token_counts),
     Case("dead-rows", "L10", "lookup", dead_rows),

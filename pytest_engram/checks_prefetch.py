@@ -24,7 +24,7 @@ from pytest_engram.model import Workload
 from pytest_engram.rows import synthetic_at
 
 _MOST = 16  # tokens of the largest batch
-_DELAY_S = 0.06  # a correct engine spends it; a faulty one needs far less to show itself
+_DELAY_S = 0.1  # a correct engine spends it; a faulty one needs far less to show itself
 _DEADLOCK_S = 3.0  # only an engine that waits for too much spends it
 _LAYERS = (1, 3)
 

@@ -12,7 +12,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,11 @@ import numpy as np
 from pytest_engram.checks_case import Case, Finding, Probe, Unsupported
 from pytest_engram.errors import EngramError, NotMeasurable, PeerError, PlacementError
 from pytest_engram.gpu.views import HostView, device_view
-from pytest_engram.numa import pages
-from pytest_engram.numa.group import Channel, LocalGroup, SoloGroup
+from pytest_engram.numa.group import Channel, Frame, LocalGroup, SoloGroup
 from pytest_engram.numa.hub import Hub, Member
 
 _DEADLINE_S = 10.0
-_DELAY_S = 0.06  # of a leader that loads slowly
+_DELAY_S = 0.1  # of a leader that loads slowly
 _SHM = "/dev/shm"  # noqa: S108 - where shared tables lie
 
 
@@ -45,7 +46,7 @@ class _Cudart:
         return 2 if self._fails else 0
 
     def unregister(self, address: int) -> int:
-        self.undone.append(address in self.live and bool(pages.mapped_vmas(address, 1)))
+        self.undone.append(address in self.live and _is_mapped(address))
         self.live = [other for other in self.live if other != address]
         return 0
 
@@ -70,17 +71,23 @@ class _OnHost:
         return int(self._view.__cuda_array_interface__["data"][0])
 
 
-Rank = Callable[[Any], Any]  # (group) -> result
+class _RankChannel(Channel):
+    """A thread's end of the line, which its thread closes while the group still listens."""
+
+    def poll(self) -> list[Frame] | None:
+        with suppress(OSError):
+            return super().poll()
+        return None
 
 
-def world(ranks: Sequence[Rank]) -> tuple[list[Any], str | None]:
+def world(ranks: Sequence[Callable[[Any], Any]]) -> tuple[list[Any], str | None]:
     """(per rank its result or its error, what the hub told all of them, if anything)."""
     pairs = [socket.socketpair() for _ in ranks]
     members = [Member(rank, Channel(ours), None) for rank, (ours, _) in enumerate(pairs)]  # type: ignore[arg-type]
     results: list[Any] = [None] * len(ranks)
 
     def run(rank: int, stream: socket.socket) -> None:
-        group = LocalGroup(Channel(stream), rank, len(ranks))
+        group = LocalGroup(_RankChannel(stream), rank, len(ranks))
         try:
             results[rank] = ranks[rank](group)
             group.finish(None)
@@ -108,11 +115,16 @@ def world(ranks: Sequence[Rank]) -> tuple[list[Any], str | None]:
     return results, told
 
 
+def _is_mapped(address: int) -> bool:
+    spans = (line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
+
+
 def _storage(probe: Probe) -> Callable[..., Any]:
     make = getattr(probe.backend, "storage", None)
     if make is None:
         raise Unsupported("the backend has no storage(group, nbytes, cudart)")
-    return partial(make)
+    return make  # type: ignore[no-any-return]
 
 
 def _size() -> int:
@@ -121,8 +133,11 @@ def _size() -> int:
 
 
 def _files() -> int:
-    sizes = [entry.stat().st_size for entry in os.scandir(_SHM)] if os.path.isdir(_SHM) else []
-    return sizes.count(_size())
+    count = 0
+    with suppress(FileNotFoundError):  # no /dev/shm, or another program's file went meanwhile
+        for entry in os.scandir(_SHM):
+            count += entry.stat().st_size == _size()
+    return count
 
 
 def _all_raise(probe: Probe, nbytes: int, cudarts: Sequence[_Cudart], culprit: int) -> Finding | None:

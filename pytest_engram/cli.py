@@ -6,11 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from pytest_engram import audit
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 
-Handler = Callable[[argparse.Namespace], int]
 EXIT_USAGE = 4
 
 
@@ -30,52 +29,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pytest-engram", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _doctor_arguments(_command(commands, "doctor", _doctor, "what this machine can prove, gate by gate, and why not"))
-    _plan_arguments(_command(commands, "plan", _plan, "allocations, bytes, minutes and the detectable effect"))
-    _gate_arguments(_command(commands, "gate", _gate, "judge result files again, offline; compare with a baseline"))
-    _calibrate_arguments(_command(commands, "calibrate", _calibrate, "how often the rules err, by simulation"))
-    _experiments_arguments(_command(commands, "experiments", _experiments, "list or validate experiment files"))
+
+    def command(name: str, handler: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(handler=handler)
+        return made
+
+    add = command("doctor", _doctor, "what this machine can prove, gate by gate, and why not").add_argument
+    add("--root", type=Path, default=Path("/"), help="read a recorded machine below this folder")
+    add("--json", action="store_true", help="topology and provenance as JSON")
+    add = command("plan", _plan, "allocations, bytes, minutes and the detectable effect").add_argument
+    add("experiment", nargs="*", help="experiment ids (default: all)")
+    add("--experiments", action="append", metavar="PATH", help="YAML file or folder")
+    add("--engine", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--backend", default="reference")
+    add("--candidate")
+    add("--rows", help="rows per Engram layer, or full")
+    add("--pairs", type=int, help="blocks per schedule")
+    add("--seed", type=int, default=20261)
+    add("--pilot", type=int, default=6, metavar="N", help="base-arm runs to estimate noise (0: none)")
+    audit.add_arguments(command("audit", audit.run, "where a live server's tables lie; read-only"))
+    add = command("gate", _gate, "judge result files again, offline; compare with a baseline").add_argument
+    add("files", nargs="+", type=Path, metavar="FILE")
+    add("--baseline", type=Path, help="a result file whose cases must all be present")
+    add("--require", metavar="B1:4,A3:1", help="gates that must be reached")
+    add("--markdown", type=Path, metavar="OUT", help="render the report again")
+    add = command("calibrate", _calibrate, "how often the rules err, by simulation").add_argument
+    add("--trials", type=int, default=10_000)
+    add("--seed", type=int, default=20261)
+    add = command("experiments", _experiments, "list or validate experiment files").add_argument
+    add("action", choices=("list", "validate"))
+    add("paths", nargs="*", type=Path)
     return parser
-
-
-def _command(commands: Any, name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(handler=handler)
-    return command
-
-
-def _doctor_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--root", type=Path, default=Path("/"), help="read a recorded machine below this folder")
-    command.add_argument("--json", action="store_true", help="topology and provenance as JSON")
-
-
-def _plan_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("experiment", nargs="*", help="experiment ids (default: all)")
-    command.add_argument("--experiments", action="append", metavar="PATH", help="YAML file or folder")
-    command.add_argument("--engine", default="auto", choices=("auto", "cpu", "cuda"))
-    command.add_argument("--backend", default="reference")
-    command.add_argument("--candidate")
-    command.add_argument("--rows", help="rows per Engram layer, or full")
-    command.add_argument("--pairs", type=int, help="blocks per schedule")
-    command.add_argument("--seed", type=int, default=20261)
-    command.add_argument("--pilot", type=int, default=6, metavar="N", help="base-arm runs to estimate noise (0: none)")
-
-
-def _gate_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    command.add_argument("--baseline", type=Path, help="a result file whose cases must all be present")
-    command.add_argument("--require", metavar="B1:4,A3:1", help="gates that must be reached")
-    command.add_argument("--markdown", type=Path, metavar="OUT", help="render the report again")
-
-
-def _calibrate_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--trials", type=int, default=10_000)
-    command.add_argument("--seed", type=int, default=20261)
-
-
-def _experiments_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("action", choices=("list", "validate"))
-    command.add_argument("paths", nargs="*", type=Path)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -94,8 +79,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from pytest_engram import forecast
+    from pytest_engram import forecast, session
 
+    session.check_numbers(arguments.rows, arguments.pairs)
     for line in forecast.lines(arguments):
         print(line, flush=True)
     return 0

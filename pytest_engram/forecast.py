@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from pytest_engram import engines, metrics, planning, runner, session, stats
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable
-from pytest_engram.model import Evidence, Experiment, Plan, RunRecord
+from pytest_engram.model import Evidence, Plan
 
 GIB = 1 << 30
 
@@ -52,8 +53,11 @@ def _resolution(plan: Plan, pilot: Evidence) -> Iterator[str]:
         yield f"    pilot      no estimate: {lost}"
         return
     seconds = sum(run.seconds for run in runs) / len(runs) + plan.experiment.cooldown_s
-    yield f"    pilot      {len(runs)} runs of arm A, {seconds:.1f} s each: about {seconds * len(plan.schedule) / 60:.1f} min"
-    for metric in _judged(plan.experiment):
+    minutes = seconds * len(plan.schedule) / 60
+    yield f"    pilot      {len(runs)} runs of arm A, {seconds:.1f} s each: about {minutes:.1f} min"
+    one = plan.experiment
+    rules = (*one.mechanism, *one.no_offset, *one.end_to_end, *one.guards)
+    for metric in dict.fromkeys(rule.metric for rule in rules):
         noise = noise_of([metrics.value(run, metric) for run in runs])
         if noise is None:
             yield f"    {metric:18} no estimate: absent or zero in the pilot"
@@ -62,18 +66,7 @@ def _resolution(plan: Plan, pilot: Evidence) -> Iterator[str]:
         yield f"    {metric:18} noise {noise:6.2%} per run: detects {effect:+.1%} with {plan.experiment.blocks} blocks"
 
 
-def _judged(experiment: Experiment) -> list[str]:
-    rules = (*experiment.mechanism, *experiment.no_offset, *experiment.end_to_end, *experiment.guards)
-    return list(dict.fromkeys(rule.metric for rule in rules))
-
-
 def noise_of(values: list[float | None]) -> float | None:
-    """Standard deviation of the logarithm, per run; None where a value is absent or not positive."""
-    logs = [math.log(value) for value in values if value is not None and value > 0]
-    if len(logs) < max(4, len(values)):
-        return None
-    mean = sum(logs) / len(logs)
-    return math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
-
-
-__all__ = ["RunRecord", "lines", "noise_of"]
+    """Standard deviation of the logarithm, per run; None where a value is absent or not positive, or fewer than 4."""
+    known = [value for value in values if value is not None and value > 0]
+    return statistics.stdev(map(math.log, known)) if len(known) >= max(4, len(values)) else None

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram import queueing
 from pytest_engram.model import OverlapSample, RequestRecord, RunRecord, ServingSample, Slo, Timeline
+from pytest_engram.queueing import LookupTimes, queue_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,23 @@ class Reading:
     reason: str = ""
 
 
-Read = Callable[[RunRecord, int | None], Reading]
-
-
 @dataclass(frozen=True, slots=True)
 class Metric:
     """How a metric is read and compared; ``additive`` ones by difference, the others by ratio."""
 
-    read: Read
-    direction: str  # where good lies: "down" or "up"
-    unit: str
+    source: str  # the field of ``RunRecord`` with its samples
+    read: Callable[[list[Any]], Reading]  # from the samples of one rank or of all
+    unit: str = "ns"
+    direction: str = "down"  # where good lies: "down" or "up"
     additive: bool = False
-    served: bool = False  # comes from the open-loop load
     peers: bool = False  # needs more than one rank to exist
     minimum: int = 1  # samples below which it is absent
 
 
 def measure(run: RunRecord, metric: str) -> Reading:
     """The reading of ``metric`` (a name of :data:`METRICS`, or ``name@rank``) in one run."""
-    _, _, rank = metric.partition("@")
-    return find(metric).read(run, int(rank) if rank else None)
+    row, rank = find(metric), metric.partition("@")[2]
+    return row.read([sample for sample in getattr(run, row.source) if not rank or sample.rank == int(rank)])
 
 
 def value(run: RunRecord, metric: str) -> float | None:
@@ -75,7 +72,7 @@ def meets(request: RequestRecord, slo: Slo) -> bool:
 
 def source_bandwidth(sample: OverlapSample) -> float | None:
     """Bytes per second that the lookups read from the host: source bytes of a step over its median ΣL_i."""
-    steps = [sum(mark.done - mark.start for mark in line.lookups) for line in sample.timelines if line.lookups]
+    steps = [sum(times.kernel for times in _lookups(line)) for line in sample.timelines if line.lookups]
     busy = median(steps) if steps else 0
     return 1e9 * sample.source_bytes / busy if busy > 0 else None
 
@@ -84,57 +81,46 @@ def _needed(q: float) -> int:
     return round(1 / (1 - q))
 
 
-def _of_rank(samples: Iterable[Any], rank: int | None) -> list[Any]:
-    return [sample for sample in samples if rank is None or sample.rank == rank]
+def _lookups(line: Timeline) -> tuple[LookupTimes, ...]:
+    return queue_report(line).lookups
 
 
-def _median(found: Sequence[float], otherwise: str) -> Reading:
-    return Reading(float(median(found))) if found else Reading(None, otherwise)
+def _median(found: Iterable[float | None], otherwise: str) -> Reading:
+    known = [number for number in found if number is not None]
+    return Reading(float(median(known))) if known else Reading(None, otherwise)
 
 
-def _overlap(pick: Callable[[Timeline], Iterable[float]]) -> Read:
-    """The median of what ``pick`` finds in every marked step."""
-
-    def read(run: RunRecord, rank: int | None) -> Reading:
-        lines = [line for sample in _of_rank(run.overlap, rank) for line in sample.timelines if line.lookups]
-        return _median([number for line in lines for number in pick(line)], "no marked step with a lookup")
-
-    return read
+_UNMARKED = "no marked step with a lookup"
 
 
-def _queueing(line: Timeline) -> list[int]:
-    return [times.queueing for times in queueing.queue_report(line).lookups]
+def _overlap(name: str, pick: Callable[[Iterable[int]], Iterable[int]] = list) -> Metric:
+    """The median over the marked steps of one field of ``LookupTimes``, or of what ``pick`` makes of each step's."""
+
+    def read(samples: list[OverlapSample]) -> Reading:
+        lines = [line for sample in samples for line in sample.timelines if line.lookups]
+        return _median((n for line in lines for n in pick(getattr(t, name) for t in _lookups(line))), _UNMARKED)
+
+    return Metric("overlap", read)
 
 
-def _exposed(line: Timeline) -> list[int]:
-    """ΣE_i of the step: what all its consumers together still had to wait."""
-    return [sum(times.exposed for times in queueing.queue_report(line).lookups)]
-
-
-def _bandwidth(run: RunRecord, rank: int | None) -> Reading:
-    found = [b for sample in _of_rank(run.overlap, rank) if (b := source_bandwidth(sample)) is not None]
-    return _median(found, "no marked step with a lookup")
-
-
-def _compute(name: str) -> Read:
+def _compute(name: str, *, peers: bool = False) -> Metric:
     """The median over the unmarked steps of one series of ``ComputeSample``."""
 
-    def read(run: RunRecord, rank: int | None) -> Reading:
-        samples = _of_rank(run.compute, rank)
+    def read(samples: list[Any]) -> Reading:
         absent = [sample.communication_absent for sample in samples if getattr(sample, name) is None]
         if absent:
             return Reading(None, absent[0] or "not recorded")
-        return _median([number for sample in samples for number in getattr(sample, name)], "no unmarked step")
+        return _median((number for sample in samples for number in getattr(sample, name)), "no unmarked step")
 
-    return read
+    return Metric("compute", read, peers=peers)
 
 
-def _serving(pick: Callable[[list[ServingSample]], Reading]) -> Read:
-    def read(run: RunRecord, rank: int | None) -> Reading:
-        samples = [sample for sample in _of_rank(run.serving, rank) if sample.requests and sample.duration_s > 0]
-        return pick(samples) if samples else Reading(None, "no open-loop load was served")
+def _serving(pick: Callable[[list[ServingSample]], Reading], unit: str, **fields: Any) -> Metric:
+    def read(samples: list[ServingSample]) -> Reading:
+        served = [sample for sample in samples if sample.requests and sample.duration_s > 0]
+        return pick(served) if served else Reading(None, "no open-loop load was served")
 
-    return read
+    return Metric("serving", read, unit, **fields)
 
 
 def _goodput(samples: list[ServingSample]) -> Reading:
@@ -143,38 +129,27 @@ def _goodput(samples: list[ServingSample]) -> Reading:
 
 def _rejection(samples: list[ServingSample]) -> Reading:
     """(rejected + failed + incomplete) / planned."""
-    requests = [request for sample in samples for request in sample.requests]
-    return Reading(sum(request.status != "ok" for request in requests) / len(requests))
+    return Reading(fmean(request.status != "ok" for sample in samples for request in sample.requests))
 
 
-def _tail(pick: Callable[[RequestRecord], Iterable[float]], q: float) -> Metric:
+def _tail(pick: Callable[[RequestRecord], Iterable[float | None]], q: float) -> Metric:
     def read(samples: list[ServingSample]) -> Reading:
         good = [request for sample in samples for request in sample.requests if request.status == "ok"]
-        return quantile([number for request in good for number in pick(request)], q)
+        return quantile([number for request in good for number in pick(request) if number is not None], q)
 
-    return Metric(_serving(read), "down", "ms", served=True, minimum=_needed(q))
-
-
-def _ttft(request: RequestRecord) -> tuple[float, ...]:
-    return () if request.ttft_ms is None else (request.ttft_ms,)
-
-
-def _itl(request: RequestRecord) -> tuple[float, ...]:
-    return request.itl_ms
+    return _serving(read, "ms", minimum=_needed(q))
 
 
 METRICS: dict[str, Metric] = {
-    "lookup": Metric(_overlap(lambda line: [mark.done - mark.start for mark in line.lookups]), "down", "ns"),
-    "queueing": Metric(_overlap(_queueing), "down", "ns"),
-    "exposed_wait": Metric(_overlap(_exposed), "down", "ns"),
-    "source_bandwidth": Metric(_bandwidth, "up", "B/s"),
-    "main_compute": Metric(_compute("main_ns"), "down", "ns"),
-    "step": Metric(_compute("step_ns"), "down", "ns"),
-    "communication": Metric(_compute("communication_ns"), "down", "ns", peers=True),
-    "goodput": Metric(_serving(_goodput), "up", "requests/s", served=True),
-    "rejection_rate": Metric(_serving(_rejection), "down", "ratio", additive=True, served=True),
-    "ttft_p95": _tail(_ttft, 0.95),
-    "ttft_p99": _tail(_ttft, 0.99),
-    "itl_p95": _tail(_itl, 0.95),
-    "itl_p99": _tail(_itl, 0.99),
+    "lookup": _overlap("kernel"),
+    "queueing": _overlap("queueing"),
+    "exposed_wait": _overlap("exposed", lambda waits: [sum(waits)]),  # ΣE_i: what a step's consumers still had to wait
+    "source_bandwidth": Metric("overlap", lambda s: _median(map(source_bandwidth, s), _UNMARKED), "B/s", "up"),
+    "main_compute": _compute("main_ns"),
+    "step": _compute("step_ns"),
+    "communication": _compute("communication_ns", peers=True),
+    "goodput": _serving(_goodput, "requests/s", direction="up"),
+    "rejection_rate": _serving(_rejection, "ratio", additive=True),
+    **{f"ttft_p{q}": _tail(lambda request: (request.ttft_ms,), q / 100) for q in (95, 99)},
+    **{f"itl_p{q}": _tail(lambda request: request.itl_ms, q / 100) for q in (95, 99)},
 }

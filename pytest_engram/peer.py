@@ -196,6 +196,7 @@ class Peer:
         receipt = receipt_of(self.backends[self.plan.backends[arm]])
         return {
             **{f"machine.{key}": value for key, value in self.machine.items()},
+            **{f"machine.user.{key}": value for key, value in self.plan.user.items()},
             **{f"backend.{key}": value for key, value in receipt.items()},
             "table.digest": self._digest(),
             "table.bytes": str(self.table.nbytes),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pytest_engram import gates, policies, schedule
 from pytest_engram.errors import NotMeasurable, UsageError
@@ -28,7 +29,6 @@ class Choices:
     rows: int | str | None = None
     blocks: int | None = None
     seed: int = 20261
-    deadline_s: float = 60.0
 
 
 def make_plan(experiment: Experiment, topology: Topology, choices: Choices) -> Plan:
@@ -36,25 +36,21 @@ def make_plan(experiment: Experiment, topology: Topology, choices: Choices) -> P
     problem = requirement(experiment, topology, choices.engine, choices.engines)
     if problem is not None:
         raise NotMeasurable(problem.message, code=problem.code, who=experiment.id)
-    if choices.blocks is not None:
-        experiment = _with_blocks(experiment, choices.blocks)
+    if choices.blocks is not None and choices.blocks < schedule.MINIMUM_BLOCKS:
+        raise UsageError(
+            f"{choices.blocks} pairs", code="too-few-blocks", where="--engram-pairs",
+            expected=f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %",
+        )  # fmt: skip
+    experiment = replace(experiment, blocks=choices.blocks or experiment.blocks)
     placements = {arm: _placement(experiment, arm, topology) for arm in experiment.arms}
     rows = table_rows(experiment, topology, choices.rows, copies=max(len(p.tables) for p in placements.values()))
-    order = schedule.make(experiment, choices.seed)
     backends = {arm: _backend(experiment, arm, choices) for arm in experiment.arms}
-    extra = {"rows": rows, "engine": choices.engine, "backends": backends}
+    extra: dict[str, Any] = {"rows": rows, "engine": choices.engine, "backends": backends}
     return Plan(
-        experiment=experiment,
-        schedule=order,
-        seed=choices.seed,
-        protocol_hash=gates.protocol_hash(experiment, choices.seed, extra),
-        engine=choices.engine,
-        backends=backends,
-        placements=placements,
+        experiment=experiment, schedule=schedule.make(experiment, choices.seed), seed=choices.seed,
+        protocol_hash=gates.protocol_hash(experiment, choices.seed, extra), **extra, placements=placements,
         cpus=rank_cpus(topology, experiment.ranks),
-        rows=rows,
-        deadline_s=choices.deadline_s,
-    )
+    )  # fmt: skip
 
 
 def layout_for(plan: Plan) -> EngramLayout:
@@ -68,12 +64,11 @@ def layout_for(plan: Plan) -> EngramLayout:
 def table_rows(experiment: Experiment, topology: Topology, asked: int | str | None, *, copies: int) -> int:
     """Rows per Engram layer: as asked, or 24 GiB per table where that leaves every node most of its memory."""
     layers = len(experiment.workload.engram_layers)
+    asked = asked if asked is not None else experiment.workload.rows or None
     if asked == "full":
         return min(EngramLayout.deepseek_v41().num_embeddings)
     if asked is not None:
         return int(asked)
-    if experiment.workload.rows:
-        return experiment.workload.rows
     room = min((node.available_bytes for node in topology.memory_nodes), default=0) // (MEMORY_SHARE * copies)
     budget = min(DEFAULT_TABLE_BYTES, 1 << max(room.bit_length() - 1, 20))
     return budget // (ROW_BYTES * layers)
@@ -82,8 +77,7 @@ def table_rows(experiment: Experiment, topology: Topology, asked: int | str | No
 def rank_cpus(topology: Topology, ranks: int) -> tuple[tuple[int, ...], ...]:
     """CPUs per rank: one NUMA node's CPUs each where there are enough nodes, else an even split of the allowed."""
     allowed = topology.cpus_allowed or tuple(sorted(os.sched_getaffinity(0)))
-    homes = [tuple(c for c in node.cpus if c in allowed) for node in topology.memory_nodes]
-    homes = [cpus for cpus in homes if cpus]
+    homes = list(filter(None, (tuple(c for c in node.cpus if c in allowed) for node in topology.memory_nodes)))
     if ranks > 1 and len(homes) >= ranks:
         return tuple(homes[:ranks])
     share = max(1, len(allowed) // ranks)
@@ -91,15 +85,14 @@ def rank_cpus(topology: Topology, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _placement(experiment: Experiment, arm: str, topology: Topology) -> PlacementPlan:
-    settings = {**experiment.hold, **experiment.arms[arm]}
+    settings = {"policy": "default", "backing": "tmpfs", **experiment.hold, **experiment.arms[arm]}
     homes = [topology.node_of_cpu(cpus[0]) for cpus in rank_cpus(topology, experiment.ranks)]
-    return policies.resolve(
-        str(settings.get("policy", "default")),
-        topology,
-        experiment.ranks,
-        backing=str(settings.get("backing", "tmpfs")),
-        rank_nodes=homes,
-    )
+    policy, backing = str(settings["policy"]), str(settings["backing"])
+    plan = policies.resolve(policy, topology, experiment.ranks, backing=backing, rank_nodes=homes)
+    if plan.notes:  # a split: the loop would measure a whole copy per rank instead
+        seen = f"the suite loop reads whole tables, no head shards; {'; '.join(plan.notes)}"
+        raise NotMeasurable(seen, code="no-head-shards", who=experiment.id)
+    return plan
 
 
 def _backend(experiment: Experiment, arm: str, choices: Choices) -> str:
@@ -111,17 +104,6 @@ def _backend(experiment: Experiment, arm: str, choices: Choices) -> str:
             expected="--engram-candidate NAME or pkg.mod:Class", way_out="name the backend that the patch builds",
         )  # fmt: skip
     return choices.candidate
-
-
-def _with_blocks(experiment: Experiment, blocks: int) -> Experiment:
-    from dataclasses import replace
-
-    if blocks < schedule.MINIMUM_BLOCKS:
-        raise UsageError(
-            f"{blocks} pairs", code="too-few-blocks", where="--engram-pairs",
-            expected=f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %",
-        )  # fmt: skip
-    return replace(experiment, blocks=blocks)
 
 
 def minimum_seconds(plan: Plan) -> float:

@@ -66,17 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[EDGE], "engram-edge")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise `engram_experiment` and `engram_arm` from the experiments of this session."""
-    marker = metafunc.definition.get_closest_marker("engram_experiments")
-    if marker is None or "engram_experiment" not in metafunc.fixturenames:
-        return
-    try:
-        metafunc.config.stash[EDGE].parametrise(metafunc, marker.args)
-    except EngramError as error:
-        raise pytest.UsageError(str(error)) from None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A user's mistake found late still reads as one sentence, not as a traceback."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from pytest_engram.errors import UsageError
 
 if TYPE_CHECKING:
     from pytest_engram.backends.protocol import Backend
@@ -67,17 +66,9 @@ def engram_table(engram_topology: Topology) -> Iterator[Callable[..., PlacedTabl
     """
     from pytest_engram.tables import place
 
-    made: list[PlacedTable] = []
-
-    def make(
-        *, policy: str = "default", backing: str = "tmpfs", ranks: int = 1, rows: int = 100_000, seed: int = 20261
-    ) -> PlacedTable:
-        made.append(place(engram_topology, policy=policy, backing=backing, ranks=ranks, rows=rows, seed=seed))
-        return made[-1]
-
-    yield make
-    for table in reversed(made):
-        table.close()
+    default: dict[str, Any] = {"policy": "default", "backing": "tmpfs", "ranks": 1, "rows": 100_000, "seed": 20261}
+    with ExitStack() as made:
+        yield lambda **asked: made.enter_context(closing(place(engram_topology, **(default | asked))))
 
 
 @pytest.fixture
@@ -85,27 +76,20 @@ def engram_prefetch(engram_table: Callable[..., PlacedTable], engram_backend: Ba
     """Factory of engines: ``engram_prefetch(table, engine="cpu")`` serves one serial prefetch stream over it."""
     from pytest_engram.tables import engine_over
 
-    made: list[Any] = []
-
-    def make(table: PlacedTable | None = None, *, engine: str = "cpu", **workload: Any) -> Any:
-        made.append(engine_over(table or engram_table(), engram_backend, engine=engine, **workload))
-        return made[-1]
-
-    yield make
-    for engine in reversed(made):
-        engine.close()
+    with ExitStack() as made:
+        yield lambda table=None, *, engine="cpu", **workload: made.enter_context(
+            closing(engine_over(table or engram_table(), engram_backend, engine=engine, **workload))
+        )
 
 
 @pytest.fixture
 def engram_experiment(request: pytest.FixtureRequest, engram_edge: Edge) -> Experiment:
     """One experiment; give its id by indirect parametrisation."""
-    experiments = engram_edge.session.experiments
-    identifier = getattr(request, "param", None)
-    if identifier not in experiments:
-        raise UsageError(
-            f"{identifier!r}", code="unknown-experiment", where="engram_experiment", expected=", ".join(experiments)
-        )
-    return experiments[identifier]
+    from pytest_engram.session import check_ids
+
+    identifier = getattr(request, "param", "")
+    check_ids([identifier], engram_edge.session.experiments)
+    return engram_edge.session.experiments[identifier]
 
 
 @pytest.fixture
@@ -129,16 +113,14 @@ def engram_evidence(engram_outcome: Outcome) -> Evidence:
 
 
 @pytest.fixture
-def engram_settle(
-    engram_outcome: Outcome, engram_edge: Edge, record_property: Callable[[str, object], None]
-) -> Callable[[], None]:
+def engram_settle(engram_outcome: Outcome, engram_edge: Edge, request: pytest.FixtureRequest) -> Callable[[], None]:
     """Turns the verdict into this item's outcome: skip for an absence, fail where gates are enforced."""
-    return lambda: engram_edge.settle(engram_outcome, record_property)
+    return lambda: engram_edge.settle(engram_outcome, request.node)
 
 
 @pytest.fixture
-def engram_publish(engram_evidence: Evidence, engram_arm: str, request: pytest.FixtureRequest) -> Callable[[], None]:
+def engram_publish(
+    engram_outcome: Outcome, engram_arm: str, engram_edge: Edge, request: pytest.FixtureRequest
+) -> Callable[[], None]:
     """Replays the arm's own samples through pytest-benchmark, so that its tools can read them."""
-    from pytest_engram.report.benchmark import publish
-
-    return lambda: publish(request, engram_evidence, engram_arm)
+    return lambda: engram_edge.publish(engram_outcome, engram_arm, request)

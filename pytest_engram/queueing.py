@@ -40,14 +40,14 @@ class QueueReport:
     lookups: tuple[LookupTimes, ...]
 
 
-def queue_report(timeline: Timeline, *, tolerance_ns: int = 0) -> QueueReport:
+def queue_report(timeline: Timeline, *, tolerance_ns: int = 0, late_ns: float | None = None) -> QueueReport:
     """Lookups in the order of their submission, checked for self-consistency within ``tolerance_ns``.
 
     The tolerance covers launch latency and timer resolution; f_0 is unknown, so the first lookup may start late.
+    ``late_ns`` is how late the others may start (default: the tolerance): lateness alone can be scheduling.
     """
-    marks = sorted(timeline.lookups, key=lambda mark: mark.submit)
-    lookups = tuple(_times(mark) for mark in marks)
-    reason = next(_contradictions(lookups, marks, tolerance_ns), None)
+    lookups = tuple(_times(mark) for mark in sorted(timeline.lookups, key=lambda mark: mark.submit))
+    reason = next(_contradictions(lookups, tolerance_ns, tolerance_ns if late_ns is None else late_ns), None)
     return QueueReport(serial=reason is None, reason=reason, lookups=lookups)
 
 
@@ -60,18 +60,18 @@ def _times(mark: LookupMark) -> LookupTimes:
     )  # fmt: skip
 
 
-def _contradictions(lookups: Sequence[LookupTimes], marks: Sequence[LookupMark], tolerance: int) -> Iterator[str]:
-    for times, mark in zip(lookups, marks, strict=True):
-        name = f"layer {times.layer}"
+def _contradictions(lookups: Sequence[LookupTimes], tolerance: int, late: float) -> Iterator[str]:
+    for times in lookups:
+        name, ahead = f"layer {times.layer}", times.finish - (times.consumer + times.waited)
         if times.kernel < 0 or times.waited < 0:
             yield f"{name}: a mark precedes the one before it"
         if times.queueing < -tolerance:
             yield f"{name}: starts {-times.queueing} ns before it is ready"
-        if mark.wait_after < times.finish - tolerance:
-            yield f"{name}: its consumer passed {times.finish - mark.wait_after} ns before the lookup was done"
+        if ahead > tolerance:
+            yield f"{name}: its consumer passed {ahead} ns before the lookup was done"
     for before, after in pairwise(lookups):
-        name, expected = f"layer {after.layer}", max(after.ready, before.finish)
-        if after.start < before.finish - tolerance:
-            yield f"{name}: overlaps the lookup of layer {before.layer} by {before.finish - after.start} ns"
-        if abs(after.start - expected) > tolerance:
-            yield f"{name}: starts {after.start - expected:+} ns from max(ready, previous finish)"
+        gap, overlap = after.start - max(after.ready, before.finish), before.finish - after.start
+        if overlap > tolerance:
+            yield f"layer {after.layer}: overlaps the lookup of layer {before.layer} by {overlap} ns"
+        if gap < -tolerance or gap > late:
+            yield f"layer {after.layer}: starts {gap:+} ns from max(ready, previous finish)"

@@ -33,7 +33,9 @@ def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.execu
     interpreter that has this package installed.
     """
     tell = progress or (lambda _kind, _value: None)
-    provenance = {**collect(), "topology": {"value": codec.to_builtins(read_topology(gpu_sources=gpu_sources()))}}
+    user = {f"user.{name}": {"value": text} for name, text in plan.user.items()}
+    topology = codec.to_builtins(read_topology(gpu_sources=gpu_sources()))
+    provenance = {**collect(), **user, "topology": {"value": topology}}
     records: list[RunRecord] = []
     problems: list[Problem] = []
     for world in _worlds(plan):

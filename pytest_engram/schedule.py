@@ -1,4 +1,4 @@
-"""The randomised schedule: blocks of A, A' and every candidate; enforced and recorded.
+"""The randomised schedule (blocks of A, A' and every candidate) and the hash of what was decided before it ran.
 
 The order inside a block comes from SHA-256 of (experiment, seed, block, arm), not from a random generator: no library
 promises its stream across versions, and a schedule must be recomputed on another machine years later.
@@ -7,12 +7,18 @@ promises its stream across versions, and a schedule must be recomputed on anothe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
 
-from pytest_engram.model import Experiment, ScheduledRun
+from pytest_engram import codec
+from pytest_engram.model import Experiment, Plan, ScheduledRun
 
 MINIMUM_BLOCKS = 6  # 2**-5 > 2.5 %: with five blocks no one-sided signed-rank test can decide
 BASE, TWIN = "A", "A'"
+_PROSE = {"source", "title", "why", "direction_note"}
 
 
 def base_arm(arm: str) -> str:
@@ -32,33 +38,46 @@ def block_arms(experiment: Experiment) -> tuple[str, ...]:
 
 def make(experiment: Experiment, seed: int) -> tuple[ScheduledRun, ...]:
     """``experiment.blocks`` blocks, each in its own order; only the experiment, the seed and the block decide."""
-    arms = block_arms(experiment)
     cells = [
         (block, arm)
         for block in range(experiment.blocks)
-        for arm in sorted(arms, key=lambda arm, block=block: _lot(experiment.id, seed, block, arm))  # type: ignore[misc]
+        for arm in sorted(block_arms(experiment), key=partial(_lot, experiment.id, seed, block))
     ]
     return tuple(ScheduledRun(index=index, block=block, arm=arm) for index, (block, arm) in enumerate(cells))
 
 
 def verify(schedule: Sequence[ScheduledRun], experiment: Experiment, seed: int) -> str | None:
     """None if ``schedule`` is the one that (experiment, seed) gives, else the first place where it is not."""
-    wanted = make(experiment, seed)
-    for have, want in zip(schedule, wanted):  # noqa: B905 - lengths are compared below
-        if have != want:
-            return f"run {want.index} should be {want.arm} in block {want.block}, is {have.arm} in block {have.block}"
-    if len(schedule) != len(wanted):
-        return f"{len(schedule)} runs are scheduled, the seed gives {len(wanted)}"
-    return None
+    pairs = zip_longest(schedule, make(experiment, seed))
+    return next((f"{_words(have)} where the seed gives {_words(want)}" for have, want in pairs if have != want), None)
 
 
 def complete_blocks(runs: Iterable[tuple[int, str]], arms: Iterable[str]) -> tuple[int, ...]:
     """Blocks of which every arm is among ``runs``, given as (block, arm)."""
-    found: dict[int, set[str]] = {}
-    for block, arm in runs:
-        found.setdefault(block, set()).add(arm)
-    needed = set(arms)
-    return tuple(sorted(block for block, have in found.items() if needed <= have))
+    found, needed = set(runs), tuple(arms)
+    return tuple(sorted(block for block in {block for block, _ in found} if {(block, arm) for arm in needed} <= found))
+
+
+def protocol_hash(experiment: Experiment, seed: int, extra: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of metrics, margins, blocks, claim, workload, seed and schedule; prose may be reworded.
+
+    ``extra`` holds what the machine or the command line decided; :func:`plan_hash` reads it back from a plan.
+    """
+    rules = {name: rule for name, rule in codec.to_builtins(experiment).items() if name not in _PROSE}
+    order = [[run.block, run.arm] for run in make(experiment, seed)]
+    content = {"experiment": rules, "seed": seed, "schedule": order, "extra": codec.to_builtins(dict(extra))}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plan_hash(plan: Plan) -> str:
+    """The hash that ``plan`` must carry."""
+    extra = {"rows": plan.rows, "engine": plan.engine, "backends": plan.backends}
+    return protocol_hash(plan.experiment, plan.seed, extra)
+
+
+def _words(run: ScheduledRun | None) -> str:
+    return f"run {run.index}, block {run.block}, arm {run.arm}" if run else "nothing"
 
 
 def _lot(experiment: str, seed: int, block: int, arm: str) -> bytes:

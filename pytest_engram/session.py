@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import engines, experiment, gates, planning, schedule
+from pytest_engram import engines, experiment, gates, planning, runner, schedule
+from pytest_engram.backends import load_backend
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable, UsageError
-from pytest_engram.model import Evidence, Experiment, Problem, Status, Topology, Verdict
+from pytest_engram.gpu.nvml import gpu_sources
+from pytest_engram.model import Evidence, Experiment, Plan, Problem, Status, Topology, Verdict
 from pytest_engram.numa import capacity
+from pytest_engram.numa.topology import read_topology
+from pytest_engram.report.terminal import run_line
 
-MEASUREMENT_MARKERS = frozenset({"numa", "overlap", "serving"})
 DEFAULT_EXPERIMENTS = Path(str(resources.files("pytest_engram.fixtures") / "experiments"))
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,23 @@ class Session:
 
     def __init__(self, option: Callable[[str], Any], *, tell: Callable[[str], None] = lambda _text: None) -> None:
         self.option, self.tell = option, tell
+        self.selected: set[str] = set()  # the experiments that owe a verdict
         self.outcomes: dict[str, Outcome] = {}
+        self.user: dict[str, str] = {}  # fingerprint entries of the project's own hooks
         self.forced: Problem | None = None  # e.g. benchmarks disabled, an xdist worker: nothing may be measured
+
+    def check_options(self) -> None:
+        """What the user named must exist before anything is collected; defaults cost nothing here."""
+        check_numbers(self.option("--engram-rows"), self.option("--engram-pairs"))
+        parse_duration(self.option("--engram-time-budget"))
+        for spec in {self.option("--engram-backend"), self.option("--engram-candidate")} - {None, "reference"}:
+            load_backend(spec)
+        if self.option("--engram-experiments") or self.option("--engram-require"):
+            self.required()
+
+    def required(self) -> dict[str, int]:
+        """The gates that ``--engram-require`` names."""
+        return parse_requirements(self.option("--engram-require"), self.experiments)
 
     @cached_property
     def experiments(self) -> dict[str, Experiment]:
@@ -51,112 +72,81 @@ class Session:
     def choices(self) -> planning.Choices:
         """The command line's choices; an engine that was named and cannot run is an error, never a fallback."""
         return planning.Choices(
-            engine=engines.choose(self.option("--engram-engine")),
-            engines=engines.availability(),
-            backend=self.option("--engram-backend"),
-            candidate=self.option("--engram-candidate"),
-            rows=self.option("--engram-rows"),
-            blocks=self.option("--engram-pairs"),
-            seed=self.option("--engram-seed"),
-        )
-
-    @property
-    def enforcing(self) -> bool:
-        """Whether verdicts set the exit code."""
-        return bool(self.option("--engram-gate") == "enforce")
+            engine=engines.choose(self.option("--engram-engine")), engines=engines.availability(),
+            backend=self.option("--engram-backend"), candidate=self.option("--engram-candidate"),
+            rows=self.option("--engram-rows"), blocks=self.option("--engram-pairs"), seed=self.option("--engram-seed"),
+        )  # fmt: skip
 
     def outcome(self, identifier: str) -> Outcome:
-        """Measure the experiment once per session and judge it."""
-        if identifier not in self.outcomes:
-            self.outcomes[identifier] = self._measure(self.experiments[identifier])
+        """Measure the experiment once per session and judge it, after those selected ones that it requires."""
+        required = (name for name in self.experiments[identifier].requires if name in self.selected)
+        for name in (*required, identifier):
+            if name not in self.outcomes:
+                self.outcomes[name] = self._measure(self.experiments[name])
         return self.outcomes[identifier]
 
-    def preflight(self, identifiers: list[str]) -> None:
+    def preflight(self) -> None:
         """Refuse, before the first run, a table that does not fit; what cannot be measured here is left for later."""
-        for identifier in identifiers:
+        for identifier in sorted(self.selected):
             with contextlib.suppress(NotMeasurable):
                 plan = planning.make_plan(self.experiments[identifier], self.topology, self.choices)
                 size = table_bytes(planning.layout_for(plan))
+                free = capacity.live_memory(), capacity.shm_free(), capacity.cgroup_free()
                 for placement in plan.placements.values():
-                    capacity.check_capacity(
-                        placement, size, capacity.live_memory(), capacity.shm_free(), capacity.cgroup_free()
-                    )
+                    capacity.check_capacity(placement, size, *free)
 
     def _measure(self, chosen: Experiment) -> Outcome:
         if self.forced is not None:
             return Outcome(gates.not_measured(chosen, self.forced))
         try:
-            plan = planning.make_plan(chosen, self.topology, self.choices)
-            self._budget(plan)
+            plan = replace(planning.make_plan(chosen, self.topology, self.choices), user=self.user)
+            self._check_budget(plan)
         except NotMeasurable as absent:
             problem = Problem(code=absent.code, message=absent.seen, who=absent.who or "", status=Status.NOT_MEASURED)
             return Outcome(gates.not_measured(chosen, problem))
-        from pytest_engram.runner import run
+        evidence = runner.run(plan, progress=_progress(self.tell, plan))
+        return Outcome(gates.evaluate(evidence, prior=self.verdicts()), evidence)
 
-        evidence = run(plan, progress=_Progress(self.tell, plan))
-        prior = [outcome.verdict for outcome in self.outcomes.values()]
-        return Outcome(gates.evaluate(evidence, prior=prior), evidence)
-
-    def _budget(self, plan: Any) -> None:
-        budget = self.option("--engram-time-budget")
-        needed = planning.minimum_seconds(plan)
+    def _check_budget(self, plan: Plan) -> None:
+        budget, needed = parse_duration(self.option("--engram-time-budget")), planning.minimum_seconds(plan)
         if budget is not None and needed > budget:
             raise NotMeasurable(
                 f"needs at least {needed:.0f} s by its own schedule, --engram-time-budget allows {budget:.0f} s",
                 code="over-time-budget", who=plan.experiment.id, way_out="raise the budget; fewer blocks decide less",
             )  # fmt: skip
 
-    def judge_requirements(self) -> None:
-        """Judge again, with every other verdict at hand, what rests on other experiments; measures nothing."""
-        for identifier, outcome in list(self.outcomes.items()):
-            if outcome.evidence is not None and outcome.evidence.plan.experiment.requires:
-                prior = [verdict for verdict in self.verdicts() if verdict is not outcome.verdict]
-                self.outcomes[identifier] = Outcome(gates.evaluate(outcome.evidence, prior=prior), outcome.evidence)
-
     def verdicts(self) -> list[Verdict]:
         """In the order in which they were reached."""
         return [outcome.verdict for outcome in self.outcomes.values()]
 
-    def evidences(self) -> Iterator[Evidence]:
-        """Those that were taken."""
-        return (outcome.evidence for outcome in self.outcomes.values() if outcome.evidence is not None)
-
 
 def this_machine() -> Topology:
     """The topology here; drivers are asked beside sysfs, which a virtual machine leaves empty."""
-    from pytest_engram.gpu.nvml import gpu_sources
-    from pytest_engram.numa.topology import read_topology
-
     return read_topology(gpu_sources=gpu_sources())
 
 
-def load_experiments(paths: list[str] | None = None) -> dict[str, Experiment]:
+def load_experiments(paths: Iterable[str | Path] | None = None) -> dict[str, Experiment]:
     """The experiments of the given files and folders, or the suite's own."""
-    return experiment.load_all([Path(path) for path in paths] if paths else [DEFAULT_EXPERIMENTS])
+    return experiment.load_all([Path(path) for path in paths or (DEFAULT_EXPERIMENTS,)])
 
 
-def check_ids(asked: list[str], known: dict[str, Experiment]) -> None:
+def check_ids(asked: Iterable[str], known: dict[str, Experiment]) -> None:
     """Raise ``UsageError`` for an experiment id that no file declares."""
     for name in asked:
         if name not in known:
             raise UsageError(f"{name!r}", code="unknown-experiment", expected=f"one of {', '.join(known)}")
 
 
-class _Progress:
+def _progress(tell: Callable[[str], None], plan: Plan) -> Callable[[str, Any], None]:
     """Turns the runner's events into lines that say where the schedule stands."""
+    numbers, total, start = count(1), len(plan.schedule), time.monotonic()
 
-    def __init__(self, tell: Callable[[str], None], plan: Any) -> None:
-        from pytest_engram.report.terminal import run_line
+    def show(kind: str, value: Any) -> None:
+        if kind == "run" and (done := next(numbers)) <= total:  # the positive control stands in no schedule
+            eta = (time.monotonic() - start) / done * (total - done)
+            tell(run_line(plan.experiment.id, done, total, value, eta))
 
-        self._line, self._tell, self._plan, self._done, self._start = run_line, tell, plan, 0, time.monotonic()
-
-    def __call__(self, kind: str, value: Any) -> None:
-        if kind != "run":
-            return
-        self._done += 1
-        spent = time.monotonic() - self._start
-        eta = spent / self._done * (len(self._plan.schedule) - self._done)
-        self._tell(self._line(self._plan.experiment.id, self._done, len(self._plan.schedule), value, eta))
+    return show
 
 
 def parse_requirements(text: str | None, known: dict[str, Experiment]) -> dict[str, int]:
@@ -164,7 +154,7 @@ def parse_requirements(text: str | None, known: dict[str, Experiment]) -> dict[s
     required: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, gate = part.partition(":")
-        if name not in known or not gate.isdigit() or int(gate) > 4:
+        if name not in known or gate not in tuple("01234"):
             raise UsageError(
                 repr(part), code="bad-require", where="--engram-require",
                 expected=f"EXPERIMENT:GATE with one of {', '.join(known)} and a gate 0 to 4", way_out="e.g. B1:4",
@@ -184,15 +174,10 @@ def check_numbers(rows: str | None, blocks: int | None) -> None:
         )  # fmt: skip
 
 
-def parse_duration(text: str) -> float:
-    """``90``, ``90s``, ``10m`` or ``1h`` in seconds."""
-    units = {"s": 1, "m": 60, "h": 3600}
-    number, unit = (text[:-1], units[text[-1]]) if text and text[-1] in units else (text, 1)
-    try:
-        seconds = float(number) * unit
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
+def parse_duration(text: str | None) -> float | None:
+    """``90``, ``90s``, ``10m`` or ``1h`` in seconds; None for no text."""
+    match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text or "")
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if text is not None and not seconds:
         raise UsageError(repr(text), code="bad-duration", expected="a positive time such as 90s, 10m or 1h")
-    return seconds
-
+    return seconds or None

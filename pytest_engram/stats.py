@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 ALPHA = 0.025  # one-sided
-_TRIALS = 4000
 
 
 def log_value(value: float) -> float:
@@ -45,14 +44,7 @@ def block_effect(base: float, twin: float, candidate: float, *, direction: str, 
 
 def aa_effect(base: float, twin: float, *, additive: bool = False) -> float:
     """The A/A effect of one block: log A' − log A, or the difference if ``additive``."""
-    if additive:
-        return twin - base
-    return 0.0 if base == twin else log_value(twin) - log_value(base)
-
-
-def goodness(direction: str) -> int:
-    """+1 where larger is better, −1 where smaller is."""
-    return 1 if direction == "up" else -1
+    return block_effect(base, base, twin, direction="up", additive=additive)
 
 
 def threshold(direction: str, margin: float, *, additive: bool, harm: bool) -> float:
@@ -60,7 +52,7 @@ def threshold(direction: str, margin: float, *, additive: bool, harm: bool) -> f
 
     ``harm`` False: the improvement that must be exceeded; ``harm`` True: the worsening that must not be reached.
     """
-    step = goodness(direction) * (-margin if harm else margin)
+    step = margin if (direction == "up") != harm else -margin
     return step if additive else math.log1p(step)
 
 
@@ -70,19 +62,21 @@ def null_survival(n: int) -> Any:
     mass = np.zeros(n * (n + 1) // 2 + 1)
     mass[0] = 1.0
     for rank in range(1, n + 1):
-        shifted = np.concatenate((np.zeros(rank), mass[:-rank]))
-        mass = (mass + shifted) / 2
+        mass = (mass + np.concatenate((np.zeros(rank), mass[:-rank]))) / 2
     return np.minimum(np.cumsum(mass[::-1])[::-1], 1.0)
 
 
-def walsh(effects: Sequence[float]) -> Any:
-    """All n(n+1)/2 averages (d_i + d_j)/2 with i ≤ j; NaN where +∞ meets −∞.  Raises ``ValueError`` on NaN input."""
+def walsh(effects: Any) -> Any:
+    """All n(n+1)/2 averages (d_i + d_j)/2 with i ≤ j, over the last axis; NaN where +∞ meets −∞.
+
+    Raises ``ValueError`` on NaN input.
+    """
     d = np.asarray(effects, dtype=float)
     if np.isnan(d).any():
         raise ValueError("an effect is NaN")
-    i, j = np.triu_indices(len(d))
+    i, j = np.triu_indices(d.shape[-1])
     with np.errstate(invalid="ignore"):
-        return np.where(d[i] == d[j], d[i], d[i] / 2 + d[j] / 2)
+        return (d[..., i] + d[..., j]) / 2
 
 
 def p_above(effects: Sequence[float], limit: float) -> float:
@@ -95,25 +89,27 @@ def p_below(effects: Sequence[float], limit: float) -> float:
     return p_above([-effect for effect in effects], -limit)
 
 
+def lower_limits(effects: Any, alpha: float = ALPHA) -> Any:
+    """The lower end of :func:`interval` for every row of ``effects`` (float array [trials, blocks])."""
+    averages = walsh(effects)
+    needed = int(np.searchsorted(-null_survival(np.shape(effects)[-1]), -alpha))  # smallest T that rejects
+    at = averages.shape[-1] - needed
+    if at < 0:
+        return np.full(len(averages), -np.inf)
+    return np.partition(np.where(np.isnan(averages), -np.inf, averages), at, axis=-1)[:, at]
+
+
 def interval(effects: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
     """The limits x that neither one-sided test at ``alpha`` rejects; ±∞ where no sample of this size can close it."""
-    averages = walsh(effects)
-    needed = int(np.searchsorted(-null_survival(len(effects)), -alpha))  # smallest T that rejects
-    if needed >= len(averages) + 1:
-        return -math.inf, math.inf
-    low = np.sort(np.where(np.isnan(averages), -np.inf, averages))
-    high = np.sort(np.where(np.isnan(averages), np.inf, averages))
-    return float(low[len(averages) - needed]), float(high[needed - 1])
+    low, high = lower_limits(np.multiply.outer((1.0, -1.0), np.asarray(effects, dtype=float)), alpha)
+    return float(low), -float(high)
 
 
 def estimate(effects: Sequence[float]) -> float | None:
     """Hodges–Lehmann: the median of the Walsh averages; None if it is undefined."""
     averages = walsh(effects)
-    known = np.sort(averages[~np.isnan(averages)])
-    if not known.size:
-        return None
-    low, high = float(known[(known.size - 1) // 2]), float(known[known.size // 2])
-    return low if low == high else None if math.isinf(low) and math.isinf(high) else low / 2 + high / 2
+    middle = median(averages[~np.isnan(averages)].tolist() or [math.nan])
+    return None if math.isnan(middle) else middle
 
 
 def two_sided(effects: Sequence[float]) -> float:
@@ -123,47 +119,21 @@ def two_sided(effects: Sequence[float]) -> float:
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
     """Holm's step-down adjusted p-values, in the order given; valid for any dependence between the tests."""
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted, floor = [0.0] * len(p_values), 0.0
-    for done, index in enumerate(order):
-        floor = max(floor, min(1.0, (len(p_values) - done) * p_values[index]))
-        adjusted[index] = floor
-    return tuple(adjusted)
-
-
-@dataclass(frozen=True, slots=True)
-class Power:
-    """How often the direct test finds an effect; one simulation per sample size, reused for every effect."""
-
-    lower: Any  # sorted distances of the lower limit below the true log effect, per unit of noise
-
-    def of(self, effect: float, noise_sd: float) -> float:
-        """The share of schedules that find ``effect`` (ratio − 1 above the margin) at ``noise_sd`` per run."""
-        return float(np.searchsorted(self.lower, math.log1p(effect) / noise_sd, side="left") / len(self.lower))
-
-    def detectable(self, noise_sd: float, power: float) -> float:
-        """The smallest effect (ratio − 1) that is found with probability ``power``."""
-        return math.expm1(float(np.quantile(self.lower, power, method="higher")) * noise_sd)
+    order = np.argsort(p_values, kind="stable")
+    adjusted = np.empty(len(order))
+    steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1)
+    adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
+    return tuple(adjusted.tolist())
 
 
 @lru_cache(maxsize=128)
-def power_curve(blocks: int, alpha: float = ALPHA, seed: int = 1, trials: int = _TRIALS) -> Power:
-    """Simulated schedules of ``blocks`` blocks with normal noise of one unit in every run (so √1.5 in an effect)."""
-    rng = np.random.default_rng([seed, blocks])
-    effects = rng.standard_normal((trials, blocks)) * math.sqrt(1.5)
-    return Power(np.sort(-lower_limits(effects, alpha)))
+def needed_effects(blocks: int, alpha: float = ALPHA, seed: int = 1, trials: int = 4000) -> Any:
+    """Per simulated schedule, sorted: the log effect per unit of noise that the direct test would just have found.
 
-
-def lower_limits(effects: Any, alpha: float = ALPHA) -> Any:
-    """The lower end of :func:`interval` for every row of ``effects`` (finite float array [trials, blocks])."""
-    blocks = effects.shape[1]
-    needed = int(np.searchsorted(-null_survival(blocks), -alpha))
-    i, j = np.triu_indices(blocks)
-    if needed > len(i):
-        return np.full(len(effects), -np.inf)
-    averages = (effects[:, i] + effects[:, j]) / 2
-    at = len(i) - needed
-    return np.partition(averages, at, axis=1)[:, at]
+    Normal noise of one unit in every run, so √1.5 in an effect.
+    """
+    effects = np.random.default_rng([seed, blocks]).standard_normal((trials, blocks)) * math.sqrt(1.5)
+    return np.sort(-lower_limits(effects, alpha))
 
 
 def detectable_effect(noise_sd: float, blocks: int, alpha: float = ALPHA, power: float = 0.8) -> float:
@@ -171,18 +141,4 @@ def detectable_effect(noise_sd: float, blocks: int, alpha: float = ALPHA, power:
 
     ``noise_sd`` is the standard deviation of the log of one run; simulated, seeded, within about 3 % of itself.
     """
-    return power_curve(blocks, alpha).detectable(noise_sd, power)
-
-
-def blocks_needed(noise_sd: float, effect: float, alpha: float = ALPHA, power: float = 0.8) -> int | None:
-    """The fewest blocks that find ``effect`` with ``power``; None above 100.  Bisection: power grows with blocks."""
-    low, high = 6, 100
-    if power_curve(high, alpha).of(effect, noise_sd) < power:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if power_curve(middle, alpha).of(effect, noise_sd) >= power:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return math.expm1(noise_sd * float(np.quantile(needed_effects(blocks, alpha), power, method="higher")))

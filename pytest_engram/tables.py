@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from pytest_engram import codec, planning, policies
 from pytest_engram.engines import engine_class
 from pytest_engram.engines.protocol import Engine, EngineSetup
 from pytest_engram.engines.tables import fill_table, table_bytes, table_views
-from pytest_engram.errors import EngramError, UsageError
+from pytest_engram.errors import UsageError
 from pytest_engram.layout import EngramLayout
-from pytest_engram.model import Moment, PageDistribution, StepReceipt, Topology, Workload
+from pytest_engram.model import Moment, PageDistribution, PlacementPlan, StepReceipt, Topology, Workload
 from pytest_engram.numa.backing import BACKINGS, Backing
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.table import build_table
@@ -38,7 +39,9 @@ class PlacedTable:
     seed: int
     _release: int
     _thread: threading.Thread
-    views: tuple[Any, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.views = table_views(self.buffer, self.layout)
 
     @property
     def buffer(self) -> Any:
@@ -62,64 +65,48 @@ def place(
     if backing not in BACKINGS or not BACKINGS[backing].shared:
         shared = ", ".join(name for name, kind in BACKINGS.items() if kind.shared)
         raise UsageError(f"backing {backing!r}", code="unknown-backing", where="engram_table", expected=shared)
-    homes = [topology.node_of_cpu(cpus[0]) for cpus in planning.rank_cpus(topology, ranks)]
+    cpus = planning.rank_cpus(topology, ranks)
+    homes = [topology.node_of_cpu(own[0]) for own in cpus]
     plan = policies.resolve(policy, topology, ranks, backing=backing, rank_nodes=homes)
-    layout = EngramLayout.for_rows(rows)
     flag = os.memfd_create("pytest-engram-release", os.MFD_CLOEXEC)
-    payload = {
-        "placement": codec.to_builtins(plan), "rows": rows, "seed": seed, "flag": f"/proc/{os.getpid()}/fd/{flag}",
-    }  # fmt: skip
-    reports, failure, ready = {}, [], threading.Event()
-
-    def on_event(rank: int, event: Any) -> None:
-        if event["kind"] == "held":
-            reports[rank] = event["value"]
-        if len(reports) == ranks:
-            ready.set()
+    payload = {"rows": rows, "seed": seed, "flag": f"/proc/{os.getpid()}/fd/{flag}"}
+    payload["placement"] = codec.to_builtins(plan)
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def launch() -> None:
         try:
-            specs = [RankSpec(cpus=cpus) for cpus in planning.rank_cpus(topology, ranks)]
-            run_world(HOLD, payload, specs, deadline_s=deadline_s, on_event=on_event)
-        except EngramError as error:
-            failure.append(error)
-        finally:
-            ready.set()
+            specs = [RankSpec(cpus=own) for own in cpus]
+            run_world(HOLD, payload, specs, deadline_s=deadline_s, on_event=lambda *event: news.put(event))
+        except Exception as error:  # noqa: BLE001 - the waiting test raises it
+            news.put((-1, error))
 
     thread = threading.Thread(target=launch, name="engram-table", daemon=True)
     thread.start()
-    ready.wait()
-    if failure:
+    told = dict(news.get() for _ in range(ranks))
+    if -1 in told:
         os.close(flag)
-        raise failure[0]
-    mine = BACKINGS[backing](table_bytes(layout))
-    mine.attach(reports[0]["handle"])
+        raise told[-1]
+    layout, mine = EngramLayout.for_rows(rows), BACKINGS[backing](table_bytes(EngramLayout.for_rows(rows)))
+    mine.attach(told[0]["handle"])
     mine.map()
-    told = [reports[rank] for rank in range(ranks)]
+    reports = [told[rank] for rank in range(ranks)]
     return PlacedTable(
         layout=layout, backing=mine, seed=seed, _release=flag, _thread=thread,
-        receipts=[codec.from_builtins(r, StepReceipt) for report in told for r in report["receipts"]],
-        distributions=[codec.from_builtins(d, PageDistribution) for report in told for d in report["distributions"]],
-        views=table_views(np.frombuffer(mine.mapped, dtype=np.uint8), layout),
+        receipts=[codec.from_builtins(one, StepReceipt) for report in reports for one in report["receipts"]],
+        distributions=[codec.from_builtins(d, PageDistribution) for report in reports for d in report["distributions"]],
     )  # fmt: skip
 
 
 def hold(group: Group, payload: Mapping[str, Any]) -> None:
     """Entry of a peer: build, load, audit, report, then keep the table until the test lets go."""
-    from pytest_engram.model import PlacementPlan
-
     layout = EngramLayout.for_rows(payload["rows"])
-    placement = codec.from_builtins(payload["placement"], PlacementPlan)
-    table = build_table(group, placement, table_bytes(layout))
+    table = build_table(group, codec.from_builtins(payload["placement"], PlacementPlan), table_bytes(layout))
     try:
         table.load(lambda buffer: fill_table(buffer, layout, payload["seed"], check=group.check), group)
         table.audit(Moment.LOADED)
-        value = {
-            "handle": {"path": table.backing.path, "identity": table.identity},
-            "receipts": codec.to_builtins(table.receipts),
-            "distributions": codec.to_builtins(table.distributions),
-        }
-        group.emit({"kind": "held", "value": value})
+        handle = {"path": table.backing.path, "identity": table.identity}
+        report = {"receipts": table.receipts, "distributions": table.distributions}
+        group.emit({"handle": handle, **codec.to_builtins(report)})
         while os.path.exists(payload["flag"]) and os.stat(payload["flag"]).st_size == 0:
             group.check()
             time.sleep(0.02)

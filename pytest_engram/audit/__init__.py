@@ -26,7 +26,7 @@ _BUNDLE = ("__init__", "errors", "probe", "model/*", "audit/*", "gpu/__init__", 
 _REASONS = {
     "ENOENT": "not touched through this worker's own mapping; a peer's touch does not count",
     "EFAULT": "the zero page, a special mapping, or unmapped meanwhile",
-    "ENXIO": "not mapped by this worker",
+    "UNMAPPED": "not mapped by this worker",
     "ENODATA": "left unanswered by the kernel",
 }
 
@@ -94,7 +94,7 @@ def bundle(target: Path) -> None:
 
 def _look(arguments: argparse.Namespace) -> Report:
     source = Source()
-    driver = {name: ask for name, ask in gpu_sources().items() if name.startswith("nvml")}  # cuInit is none of ours
+    driver = {name: ask for name, ask in gpu_sources().items() if name.startswith("nvml")}  # without CUDA's cuInit
     limits = Limits(min_bytes=arguments.min_mib << 20, pages=arguments.pages, stall_s=arguments.stall,
                     numa_maps=arguments.numa_maps, probe=arguments.probe)  # fmt: skip
     pids = dict.fromkeys([*arguments.pids, *_matching(source, arguments.match)])
@@ -130,11 +130,15 @@ def _say(text: str) -> None:
 def render(report: Report) -> str:
     """The report for a person."""
     lines = [line for worker in report.workers for line in _worker(report, worker)]
-    lines += [f"{table.kind} {table.name} [{table.key}] {_size(table.nbytes)}, {len(table.views)} workers, each page "
-              f"once: {_where(table.pages, table.unplaced, table.bound)}" for table in report.tables]  # fmt: skip
-    lines += [f"engine {one.engine}: TTFT {_said(one.ttft_ms, '.2f')} ms, ITL {_said(one.itl_ms, '.2f')} ms, remote "
-              f"{_said(one.remote, '.1%')}, workers {list(one.pids) or 'unknown'}" for one in report.engines]  # fmt: skip
-    found = [f"{one.who}: {one.message} ({one.code})" for one in report.findings]
+    for table in report.tables:
+        lines.append(f"{table.kind} {table.name} [{table.key}] {_size(table.nbytes)}, {len(table.views)} workers")
+        lines.append(f"  each page once: {_where(table.pages, table.unplaced, table.bound)}")
+    for one in report.engines:
+        ttft, itl, pids = _said(one.ttft_ms, ".2f"), _said(one.itl_ms, ".2f"), list(one.pids) or "unknown"
+        lines.append(
+            f"engine {one.engine}: TTFT {ttft} ms, ITL {itl} ms, remote {_said(one.remote, '.1%')}, pids {pids}"
+        )
+    found = [f"{gap.who}: {gap.message} ({gap.code})" for gap in report.findings]
     for title, text in (
         ("Finding", found or ["nothing that was answered contradicts a request or the GPU map"]),
         ("Evidence", report.evidence),
@@ -154,8 +158,8 @@ def _worker(report: Report, worker: Worker) -> Iterator[str]:
     views = [(table, view) for table in report.tables for view in table.views if view.pid == worker.pid]
     for table, view in views:
         yield f"  {table.kind} {table.name} {_size(table.nbytes)}: {_where(view.pages, view.unplaced, table.bound)}"
-        yield (f"    page {_said(view.page_kb)} KiB, huge {_said(view.huge_share, '.1%')}, PSS {_size(view.pss_bytes)}, "
-               f"remote {_said(view.remote, '.1%')}, policy shown {view.policy_shown or 'not read'}")  # fmt: skip
+        yield f"    page {_said(view.page_kb)} KiB, huge {_said(view.huge_share, '.1%')}, PSS {_size(view.pss_bytes)}"
+        yield f"    remote {_said(view.remote, '.1%')}, policy shown: {view.policy_shown or 'not read (--numa-maps)'}"
 
 
 def _where(pages: dict[int, int], unplaced: dict[str, int], bound: float) -> str:

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pytest_engram.audit.reading import ENGRAM, PAGE, SHM, Limits, Source, Span, Worker, problem, read_worker
+from pytest_engram.audit import reading
+from pytest_engram.audit.reading import PAGE, Limits, Source, Span, Worker
 from pytest_engram.model import Problem, Status, Topology
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.tree import parse_list
 
+UNMAPPED = -(1 << 30)  # no errno: this worker does not map the page, and any answer wins over that
 REMOTE = 0.05  # share of a table's pages away from its GPU that is a finding, beyond the sampling bound
 _HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
 _METRICS = {"time_to_first_token": "ttft", "inter_token_latency": "itl", "time_per_output_token": "itl"}
@@ -88,7 +90,7 @@ def look(
     source: Source, pids: Sequence[int], limits: Limits, topology: Topology, *, metrics: str = "", matched: bool = False
 ) -> Report:
     """Read and judge once.  Matched processes that hold neither a table nor a GPU are left out."""
-    workers = [read_worker(source, pid, limits, topology) for pid in pids]
+    workers = [reading.read_worker(source, pid, limits, topology) for pid in pids]
     workers = [one for one in workers if not matched or one.spans or one.gpus or one.problems]
     tables, unasked = read_tables(source, workers, limits.pages)
     workers = [replace(one, spans=(), problems=one.problems + unasked.get(one.pid, ())) for one in workers]
@@ -115,7 +117,7 @@ def offsets(low: int, high: int, limit: int, key: str) -> tuple[Sequence[int], f
 
 def ask(source: Source, pid: int, spans: Sequence[Span], where: Sequence[int]) -> array.array[int]:
     """One node or -errno per offset in ``where`` (ascending), in bounded calls; raises ``OSError``."""
-    found = array.array("i", [-errno.ENXIO]) * len(where)
+    found = array.array("i", [UNMAPPED]) * len(where)
     for span in spans:
         low, high = (bisect.bisect_left(where, at) for at in (span.offset, span.offset + span.end - span.start))
         for first in range(low, high, pages.CHUNK_PAGES):
@@ -140,12 +142,12 @@ def read_tables(
         spans = [span for some in own.values() for span in some]
         low, high = min(one.offset for one in spans), max(one.offset + one.end - one.start for one in spans)
         where, bound = offsets(low, high, limit, key)
-        merged, views = array.array("i", [-errno.ENXIO]) * len(where), []
+        merged, views = array.array("i", [UNMAPPED]) * len(where), []
         for pid, some in own.items():
             try:
                 found = ask(source, pid, some, where)
             except OSError as error:
-                problems[pid] = (*problems.get(pid, ()), problem(pid, "move_pages", error))
+                problems[pid] = (*problems.get(pid, ()), reading.problem(pid, "move_pages", error))
                 continue
             merged = array.array("i", map(max, merged, found))  # a node wins over every reason
             views.append(_view(by_pid[pid], some, found))
@@ -157,7 +159,7 @@ def read_tables(
 
 def _counts(found: array.array[int]) -> tuple[dict[int, int], dict[str, int]]:
     counts = sorted(Counter(found).items())
-    unplaced = {errno.errorcode.get(-status, str(status)): count for status, count in counts if status < 0}
+    unplaced = {errno.errorcode.get(-status, "UNMAPPED"): count for status, count in counts if status < 0}
     return {status: count for status, count in counts if status >= 0}, unplaced
 
 
@@ -167,15 +169,14 @@ def _view(worker: Worker, spans: Sequence[Span], found: array.array[int]) -> Vie
     page_kb = max((one["KernelPageSize"] for one in kb), default=None)
     huge = sum(one.get(name, 0) for one in kb for name in _HUGE)
     mapped = sum(one.get(name, 0) for one in kb for name in ("Rss", "Shared_Hugetlb", "Private_Hugetlb"))
-    lines, told = [span.line for span in spans if span.line], Counter[int]()
-    for line in lines:
-        told.update({number: count * (line.page_bytes or 0) for number, count in line.pages.items()})
+    lines = [span.line for span in spans if span.line]
     known = worker.node is not None and placed
     return View(
         pid=worker.pid, pages=placed, unplaced=unplaced, page_kb=page_kb, huge_share=huge / mapped if mapped else None,
         remote=1 - placed.get(worker.node or 0, 0) / sum(placed.values()) if known else None,
         pss_bytes=sum(one["Pss"] for one in kb) << 10 if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
-        policy_shown=", ".join(sorted({line.policy for line in lines})) or None, numa_maps_bytes=dict(told) or None,
+        policy_shown=", ".join(sorted({line.policy for line in lines})) or None,
+        numa_maps_bytes=reading.node_bytes(lines) if lines else None,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]
     asked, placed = _listed(worker.asked.get("membind", "")), sum(view.pages.values())
     outside = sum(count for node, count in view.pages.items() if node not in asked) if asked else 0
     if outside > (REMOTE + table.bound) * placed:
-        yield "outside-membind", f"{outside / placed:.1%} of {table.name} lies outside --membind's nodes {sorted(asked)}"
+        yield "outside-membind", f"{outside / placed:.1%} of {table.name} lies outside --membind {sorted(asked)}"
     exact = {node: count * PAGE for node, count in view.pages.items()}
     if not table.bound and table.kind != "probe" and view.numa_maps_bytes not in (None, exact):
         yield "route-disagreement", f"{table.name}: move_pages counts {exact} bytes, numa_maps {view.numa_maps_bytes}"
@@ -237,11 +238,11 @@ def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]
 def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
     """Named tables in /dev/shm that no audited worker maps, as a killed server leaves them; they are only named."""
     known = {table.key.split("+")[0] for table in tables}
-    for name in source.tree.names(SHM[1:], f"{ENGRAM}.*"):
-        found = (source.root / SHM[1:] / name).stat()
+    for name in source.tree.names(reading.SHM[1:], f"{reading.ENGRAM}.*"):
+        found = (source.root / reading.SHM[1:] / name).stat()
         if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
             text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
-            yield Problem(code="leftover", message=text, who=f"{SHM}/{name}", status=Status.INCONCLUSIVE)
+            yield Problem(code="leftover", message=text, who=f"{reading.SHM}/{name}", status=Status.INCONCLUSIVE)
 
 
 def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:
@@ -283,6 +284,8 @@ def _next(workers: Sequence[Worker], tables: Sequence[Table], codes: set[str]) -
     pids, gaps = " ".join(str(one.pid) for one in workers), [gap for worker in workers for gap in worker.problems]
     if any("CAP_SYS_PTRACE" in gap.message for gap in gaps):
         return f"sudo pytest-engram audit {pids}   (or as the workers' own user)"
+    if any(gap.code == "gone" for gap in gaps):
+        return "pytest-engram audit --match vllm   (a process has ended: find the server's present ones)"
     if not tables:
         return "start the server with PYTEST_ENGRAM_PROBE=FOLDER and pytest_engram.probe.record_table in its loader"
     if codes & {"remote-pages", "membind-dropped", "outside-membind", "cpunodebind-dropped", "bind-contradicts-gpu"}:

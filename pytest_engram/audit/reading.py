@@ -10,7 +10,7 @@ import errno
 import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _ASKED = {
 }
 _WRAPPED = "_VLLM_INTERNAL_NUMACTL_ARGS"  # numactl replaces itself by the worker; only this names its arguments
 _NEED = "PTRACE_MODE_READ: the worker's own user (and a dumpable worker), or CAP_SYS_PTRACE in its user namespace"
+_SECCOMP = "a seccomp profile that allows move_pages (containers: CAP_SYS_NICE)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +111,6 @@ class Source:
         """A whole file; raises ``OSError``."""
         return (self.root / f"proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
 
-    def lines(self, pid: int, name: str) -> Iterator[str]:
-        """Unbuffered: the kernel walks no mapping behind the line that the reader stops at."""
-        with (self.root / f"proc/{pid}/{name}").open("rb", buffering=0) as file:
-            yield from (line.decode(errors="replace") for line in file)
-
     def titles(self, pid: int) -> dict[int, str]:
         """Command lines, or the titles that processes gave themselves, of a process and its ancestors."""
         found: dict[int, str] = {}
@@ -133,19 +129,8 @@ def problem(pid: int, what: str, error: Exception) -> Problem:
         gone = number == errno.ESRCH or (number, what) == (errno.ENOENT, "status")
         code, text = "gone" if gone else code, f"{errno.errorcode[number]} {text}"
     if number in (errno.EPERM, errno.EACCES):
-        blocked = what == "move_pages" and _blocked()
-        text += f"; needs {'CAP_SYS_NICE, or a seccomp profile that allows move_pages' if blocked else _NEED}"
+        text += f"; needs {_NEED}" + (f", and {_SECCOMP}" if what == "move_pages" else "")
     return Problem(code=code, message=text, who=f"worker {pid}", where=what, status=Status.NOT_MEASURED)
-
-
-def _blocked() -> bool:
-    """Not even this process's own pages may be asked about."""
-    try:
-        with mmap.mmap(-1, PAGE) as own:
-            _syscalls.page_status(0, (_syscalls.address_of(own),))
-    except OSError:
-        return True
-    return False
 
 
 def read_worker(source: Source, pid: int, limits: Limits, topology: Topology) -> Worker:
@@ -162,28 +147,51 @@ def read_worker(source: Source, pid: int, limits: Limits, topology: Topology) ->
     status = attempt("status", lambda: procfs.parse_status(source.text(pid, "status")), {})
     vmas = attempt("maps", lambda: procfs.parse_smaps(source.text(pid, "maps")), ())
     names = attempt("environ", lambda: _environment(source.text(pid, "environ")), {})
-    titles = list(source.titles(pid).values())
-    spans = [span for vma in vmas if (span := _candidate(pid, vma, limits.min_bytes))]
-    inside = names.get(probe.VARIABLE)
-    if folder := limits.probe or (inside and source.root / f"proc/{pid}/root/{inside}"):
-        spans = attempt("probe", lambda: _recorded(source, pid, folder, vmas, status) + spans, spans)
-    resident = sum(int(status.get(name, "0").split()[0]) << 10 for name in ("VmRSS", "HugetlbPages"))
-    walk = min(resident, max((vma.end - vma.start for vma in vmas), default=0)) / PAGE / WALK_RATE
-    kb = attempt("smaps", lambda: _smaps(_bounded(source, walk, limits).text(pid, "smaps")), {}) if spans else {}
-    maps = {}
-    if limits.numa_maps:
-        maps = attempt("numa_maps", lambda: _numa_maps(_bounded(source, walk, limits).text(pid, "numa_maps")), {})
-    spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in _disjoint(spans)]
+    titles = list(source.titles(pid).values()) or ["?"]
     engine = re.search(r"DP(\d+)", " ".join(titles))
+    spans, numastat = _spans(source, pid, limits, vmas, status, names, attempt)
     return Worker(
         pid=pid, title=titles[0], cpus=status.get("Cpus_allowed_list"), mems=status.get("Mems_allowed_list"),
         task_policy=attempt("task policy", lambda: _task_policy(source, pid, vmas, spans)) if vmas else None,
         shm=attempt("mounts", lambda: _shm(source.text(pid, "mounts"))), gpus=_gpus(source.tree, vmas, topology),
         visible=names.get("CUDA_VISIBLE_DEVICES"), engine=engine[1] if engine else None,
-        asked=_asked([*titles, f"numactl {names.get(_WRAPPED, '')}"]), numastat=_total(maps) if maps else None,
+        asked=_asked([*titles, f"numactl {names.get(_WRAPPED, '')}"]), numastat=numastat,
         spans=tuple(one for one in spans if one.kind != "anonymous" or not one.kb or one.kb.get("AnonHugePages")),
         problems=tuple(problems),
     )  # fmt: skip
+
+
+def _spans(
+    source: Source, pid: int, limits: Limits, vmas: Sequence[procfs.Vma], status: dict[str, str],
+    names: dict[str, str], attempt: Callable[..., Any],
+) -> tuple[list[Span], dict[int, int] | None]:  # fmt: skip
+    """(Recorded and candidate ranges with what smaps and numa_maps say about them, numastat)."""
+    resident = sum(int(status.get(name, "0").split()[0]) << 10 for name in ("VmRSS", "HugetlbPages"))
+    seconds = min(resident, max((vma.end - vma.start for vma in vmas), default=0)) / PAGE / WALK_RATE
+
+    def walked(name: str) -> str:
+        if seconds > limits.stall_s:
+            seen = f"left out: one walk may hold the worker's mmap lock for {seconds:.2f} s"
+            raise NotMeasurable(seen, code="stall", way_out=f"allow it with --stall {seconds + 1:.0f}")
+        return source.text(pid, name)
+
+    def numa_maps() -> dict[int, procfs.NumaMapsLine]:
+        return {line.start: line for line in map(procfs.parse_numa_maps_line, walked("numa_maps").splitlines())}
+
+    spans, inside = [], names.get(probe.VARIABLE)
+    if folder := limits.probe or (inside and source.root / f"proc/{pid}/root/{inside}"):
+        spans = attempt("probe", lambda: _recorded(source, pid, folder, vmas, status), [])
+    for span in filter(None, (_candidate(pid, vma, limits.min_bytes) for vma in vmas)):
+        if not any(span.start < other.end and other.start < span.end for other in spans):
+            spans.append(span)  # a recorded range stands in place of the candidate that it lies in
+    kb = (
+        attempt("smaps", lambda: {vma.start: vma.kb for vma in procfs.parse_smaps(walked("smaps"))}, {})
+        if spans
+        else {}
+    )
+    maps = attempt("numa_maps", numa_maps, {}) if limits.numa_maps else {}
+    spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in spans]
+    return spans, node_bytes(maps.values()) if maps else None
 
 
 def _environment(text: str) -> dict[str, str]:
@@ -199,12 +207,16 @@ def _asked(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _gpus(tree: Tree, vmas: Sequence[procfs.Vma], topology: Topology) -> dict[str, int | None]:
-    """GPUs whose device file the worker maps: free of CUDA's renumbering, and known inside containers too."""
-    mapped, folder = {vma.path for vma in vmas}, "proc/driver/nvidia/gpus"
-    near = {gpu.pci: gpu.numa_node for gpu in topology.gpus}
+    """The GPUs whose device file the worker maps most often: free of CUDA's renumbering, known in containers too.
+
+    CUDA maps every visible GPU's file twice and more often where it has a context (seen with driver 580).
+    """
+    mapped, folder = Counter(vma.path for vma in vmas), "proc/driver/nvidia/gpus"
     texts = {pci: tree.text(f"{folder}/{pci}/information") or "" for pci in tree.names(folder)}
-    minors = {pci: re.search(r"Device Minor:\s*(\d+)", text) for pci, text in texts.items()}
-    return {pci: near.get(pci) for pci, minor in minors.items() if minor and f"/dev/nvidia{minor[1]}" in mapped}
+    minors = {pci: match[1] for pci, text in texts.items() if (match := re.search(r"Device Minor:\s*(\d+)", text))}
+    counts = {pci: mapped[f"/dev/nvidia{minor}"] for pci, minor in minors.items()}
+    near, most = {gpu.pci: gpu.numa_node for gpu in topology.gpus}, max(counts.values(), default=0)
+    return {pci: near.get(pci) for pci, count in counts.items() if count == most > 0}
 
 
 def _candidate(pid: int, vma: procfs.Vma, least: int) -> Span | None:
@@ -246,34 +258,10 @@ def _clipped(pid: int, vmas: Sequence[procfs.Vma], record: dict[str, Any]) -> li
     return [replace(part, key=key) for part in parts]
 
 
-def _disjoint(spans: Sequence[Span]) -> list[Span]:
-    """Recorded ranges come first and stand in place of candidates that they overlap."""
-    kept: list[Span] = []
-    for one in spans:
-        if not any(one.start < other.end and other.start < one.end for other in kept):
-            kept.append(one)
-    return kept
-
-
-def _bounded(source: Source, walk: float, limits: Limits) -> Source:
-    if walk <= limits.stall_s:
-        return source
-    seen = f"left out: one walk may hold the worker's mmap lock for {walk:.2f} s"
-    raise NotMeasurable(seen, code="stall", way_out=f"allow it with --stall {walk + 1:.0f}")
-
-
-def _smaps(text: str) -> dict[int, dict[str, int]]:
-    return {vma.start: vma.kb for vma in procfs.parse_smaps(text)}
-
-
-def _numa_maps(text: str) -> dict[int, procfs.NumaMapsLine]:
-    return {line.start: line for line in map(procfs.parse_numa_maps_line, text.splitlines())}
-
-
-def _total(lines: dict[int, procfs.NumaMapsLine]) -> dict[int, int]:
-    """What numastat counts: bytes per node over all mappings, each in its own page size."""
+def node_bytes(lines: Iterable[procfs.NumaMapsLine]) -> dict[int, int]:
+    """Bytes per node, as numastat counts them: each mapping in its own page size."""
     total: Counter[int] = Counter()
-    for line in lines.values():
+    for line in lines:
         total.update({node: count * (line.page_bytes or 0) for node, count in line.pages.items()})
     return dict(sorted(total.items()))
 
@@ -283,8 +271,9 @@ def _task_policy(source: Source, pid: int, vmas: Sequence[procfs.Vma], spans: Se
     heap = next((vma.start for vma in vmas if vma.path == "[heap]"), None)
     if heap is None or any(span.start < heap for span in spans):
         raise NotMeasurable("no [heap], or tables lie below it and would be walked", code="policy-unknown")
-    lines = (procfs.parse_numa_maps_line(line) for line in source.lines(pid, "numa_maps"))
-    policy = next((line.policy for line in lines if line.start == heap), None)
+    with (source.root / f"proc/{pid}/numa_maps").open("rb", buffering=0) as file:  # so that it walks nothing behind
+        lines = (procfs.parse_numa_maps_line(line.decode(errors="replace")) for line in file)
+        policy = next((line.policy for line in lines if line.start == heap), None)
     if policy is None:
         raise NotMeasurable("numa_maps shows no [heap]", code="policy-unknown")
     return policy

@@ -14,7 +14,9 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,6 +74,7 @@ class LightEngine:
         self._files = {path[:-3].replace("/", "."): path for path in source.files}
         self._modules: dict[str, ModuleType] = {}
         self._names = _stand_ins(around)
+        around.torch.update(_torch_names(around))
         ends = (".nvidia.engram", ".common.engram")
         self.entries = [self._module(name) for end in ends for name in sorted(self._files) if name.endswith(end)]
 
@@ -87,10 +90,11 @@ class LightEngine:
 
     def _module(self, name: str) -> ModuleType:
         if name not in self._modules:
-            ours = name in self._files
-            self._modules[name] = module = ModuleType(name) if ours else _Neighbour(name, self._names)
-            if ours:
-                self._run(module, self.source.root / self._files[name])
+            if name not in self._files:  # then its names are stand-ins, whichever module they live in
+                self._modules[name] = _Overlay(name, self._names, lambda item: _Missing(item, (), {"module": name}))
+            else:
+                self._modules[name] = ModuleType(name)
+                self._run(self._modules[name], self.source.root / self._files[name])
         return self._modules[name]
 
     def _run(self, module: ModuleType, path: Path) -> None:
@@ -100,15 +104,13 @@ class LightEngine:
         try:
             # Without inheriting this file's future import, which would turn the kernels' annotations into text.
             exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), scope)  # noqa: S102  running it is the point
-        except EngramError:
-            raise
         except Exception as error:
             raise EngramError(
                 f"{type(error).__name__}: {error}", code="engine-import", who=f"vLLM {self.source.version}",
                 where=str(path), way_out="use a tested version of vLLM, torch and triton",
             ) from error  # fmt: skip
         if "torch" in scope:
-            scope["torch"] = _Torch(self.around)
+            scope["torch"] = _Overlay("torch", self.around.torch, partial(getattr, sys.modules["torch"]))
 
     def _import(self, name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
         if level:
@@ -118,17 +120,15 @@ class LightEngine:
         return self._module(name if names else "vllm")
 
 
-class _Neighbour(ModuleType):
-    """A vLLM module that is not an Engram file: its names come from the stand-ins, whichever module they live in."""
+class _Overlay(ModuleType):
+    """A module whose names come from ``names``, else from ``other``."""
 
-    def __init__(self, name: str, names: dict[str, Any]) -> None:
+    def __init__(self, name: str, names: dict[str, Any], other: Callable[[str], Any]) -> None:
         super().__init__(name)
-        self._names = names
+        self._names, self._other = names, other
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._names[name] if name in self._names else _Missing(name, (), {"module": self.__name__})
+        return self._names[name] if name in self._names else self._other(name)
 
 
 class _Missing(type):
@@ -139,22 +139,6 @@ class _Missing(type):
             f"the engine called {cls.__dict__['module']}.{cls.__name__}, which has no stand-in",
             code="engine-neighbour", way_out="run this path with a full vLLM, or add a stand-in",
         )  # fmt: skip
-
-
-class _Torch(ModuleType):
-    """torch as one engine sees it: collectives go to our own group, and the interpreter answers as a device."""
-
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__("torch")
-        self._replaced = around.torch
-        self._replaced.setdefault("distributed", _Collectives)
-        if around.interpreted:
-            sms = SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
-            self._replaced.setdefault("cuda", SimpleNamespace(get_device_properties=lambda _: sms))
-            self._replaced.setdefault("accelerator", SimpleNamespace(current_device_index=lambda: 0))
-
-    def __getattr__(self, name: str) -> Any:
-        return self._replaced[name] if name in self._replaced else getattr(sys.modules["torch"], name)
 
 
 class _Collectives:
@@ -178,17 +162,18 @@ def _check_free_space(wanted: int, path: str = _SHM, *, allocation_name: str = "
         raise RuntimeError(f"Insufficient space in {path} for {allocation_name}: {wanted} bytes, {free} free")
 
 
+def _torch_names(around: Surroundings) -> dict[str, Any]:
+    """torch as an engine sees it: collectives go to our own group, and the interpreter answers as a device."""
+    if not around.interpreted:
+        return {"distributed": _Collectives}
+    sms = SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
+    cuda = SimpleNamespace(get_device_properties=lambda _: sms)
+    return {"distributed": _Collectives, "cuda": cuda, "accelerator": SimpleNamespace(current_device_index=lambda: 0)}
+
+
 def _stand_ins(around: Surroundings) -> dict[str, Any]:
     torch, triton = importlib.import_module("torch"), importlib.import_module("triton")
-    cuda = torch.cuda
-
-    def capable(family: int, device: int = 0) -> bool:
-        return bool(cuda.is_available() and cuda.get_device_capability(device)[0] == family // 10)
-
-    def linear(inputs: int, outputs: int, **_: Any) -> Any:
-        """The projection of one TP rank, not quantised."""
-        return torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
-
+    cuda, linear = torch.cuda, partial(torch.nn.Linear, bias=False, dtype=torch.bfloat16)
     return {
         "triton": triton, "tl": triton.language, "SHM_PATH": _SHM, "check_shm_free_space": _check_free_space,
         "get_current_vllm_config": lambda: around.config,
@@ -199,11 +184,13 @@ def _stand_ins(around: Surroundings) -> dict[str, Any]:
         "get_forward_context": lambda: around.forward,
         "is_forward_context_available": lambda: around.forward is not None,
         "init_logger": lambda name: _Log(logging.getLogger(name), {}),
-        "set_weight_attrs": lambda parameter, values: vars(parameter).update(values),
+        "set_weight_attrs": lambda parameter, values: parameter.__dict__.update(values),
         "eager_break_during_capture": lambda function: function,
-        "ColumnParallelLinear": linear,
+        # The projection of one TP rank, not quantised.
+        "ColumnParallelLinear": lambda inputs, outputs, **_: linear(inputs, outputs),
         "current_platform": SimpleNamespace(
-            is_cuda=cuda.is_available, is_rocm=lambda: False, is_device_capability_family=capable
+            is_cuda=cuda.is_available, is_rocm=lambda: False,
+            is_device_capability_family=lambda family, device: cuda.get_device_capability(device)[0] == family // 10,
         ),
         "is_uva_available": cuda.is_available,
         # A Triton kernel takes a registered host tensor as it is: its address is valid on the device.

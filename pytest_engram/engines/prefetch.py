@@ -9,32 +9,31 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
 from pytest_engram.backends.protocol import Launch
 from pytest_engram.errors import PlacementError
-from pytest_engram.model import LookupMark
 
 
 class Ticket:
-    """One lookup: what to run, and what became of it; times in ns, 0 until reached."""
+    """One lookup: what to run, where to mark its times, and what became of it."""
 
-    __slots__ = ("_finished", "_run", "done", "error", "launch", "start", "submit")
+    __slots__ = ("_finished", "error", "launch", "mark", "run")
 
-    def __init__(self, run: Callable[[], Launch]) -> None:
-        self._run, self._finished = run, threading.Lock()
+    def __init__(self, run: Callable[[], Launch], mark: Callable[[str], Any] = lambda _name: None) -> None:
+        self.run, self.mark, self._finished = run, mark, threading.Lock()
         self._finished.acquire()
         self.launch: Launch | None = None
         self.error: Exception | None = None
-        self.submit = self.start = self.done = 0
 
     def work(self) -> None:
         """Run the lookup; whatever happens, its consumer is released."""
-        self.start = time.perf_counter_ns()
+        self.mark("start")
         try:
-            self.launch = self._run()
+            self.launch = self.run()
         except Exception as error:  # noqa: BLE001 - it belongs to the consumer, which raises it
             self.error = error
-        self.done = time.perf_counter_ns()
+        self.mark("done")
         self._finished.release()
 
     def wait(self, seconds: float) -> bool:
@@ -43,15 +42,6 @@ class Ticket:
             return False
         self._finished.release()  # a finished ticket stays finished
         return True
-
-    def mark(self, layer: int, hash_ready: int, wait: tuple[int, int]) -> LookupMark:
-        """The record of this lookup; ``wait`` is its consumer's (before, after) in ns."""
-        launch = self.launch
-        assert launch is not None  # noqa: S101 - its consumer would have raised
-        return LookupMark(
-            layer=layer, hash_ready=hash_ready, submit=self.submit, start=self.start, done=self.done,
-            wait_before=wait[0], wait_after=wait[1], rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
-        )  # fmt: skip
 
 
 class PrefetchQueue:
@@ -69,7 +59,7 @@ class PrefetchQueue:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a lookup behind those submitted before it."""
-        ticket.submit = time.perf_counter_ns()
+        ticket.mark("submit")
         self._tickets.put(ticket)
 
     def close(self, seconds: float) -> bool:
@@ -84,29 +74,21 @@ class PrefetchQueue:
 
 
 def bind_threads(threads: Iterable[int], cpus: Iterable[int]) -> dict[int, set[int]]:
-    """Bind kernel threads to CPUs and return what each was bound to before.
-
-    Raises:
-        PlacementError: the kernel refuses the CPUs.
-    """
-    wanted, before = set(cpus), {}
+    """Bind kernel threads to CPUs and return what each was bound to; ``PlacementError`` where the kernel refuses."""
+    wanted, before = sorted(set(cpus)), {}
     for thread in threads:
         with suppress(ProcessLookupError):  # it ended meanwhile
             before[thread] = os.sched_getaffinity(thread)
-            _bind(thread, wanted)
+            try:
+                os.sched_setaffinity(thread, wanted)
+            except ProcessLookupError:
+                raise
+            except OSError as error:
+                raise PlacementError(
+                    f"sched_setaffinity: {error}", code="cpus-refused", who="cpu engine", where=f"CPUs {wanted}",
+                    way_out="give the engine CPUs of Cpus_allowed_list",
+                ) from error  # fmt: skip
     return before
-
-
-def _bind(thread: int, cpus: set[int]) -> None:
-    try:
-        os.sched_setaffinity(thread, cpus)
-    except ProcessLookupError:
-        raise
-    except OSError as error:
-        raise PlacementError(
-            f"sched_setaffinity: {error}", code="cpus-refused", who="cpu engine", where=f"CPUs {sorted(cpus)}",
-            way_out="give the engine CPUs of Cpus_allowed_list",
-        ) from error  # fmt: skip
 
 
 def foreign_threads() -> tuple[int, ...]:

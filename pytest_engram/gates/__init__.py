@@ -1,12 +1,7 @@
 """The acceptance gates: one ordered, closed list, decided by one pure function."""
 
-from pytest_engram.gates.ladder import evaluate as evaluate
-from pytest_engram.gates.ladder import not_measured as not_measured
-from pytest_engram.gates.outcome import EXIT_FAIL as EXIT_FAIL
-from pytest_engram.gates.outcome import EXIT_INCONCLUSIVE as EXIT_INCONCLUSIVE
-from pytest_engram.gates.outcome import EXIT_INVALID as EXIT_INVALID
-from pytest_engram.gates.outcome import EXIT_NOT_MEASURED as EXIT_NOT_MEASURED
-from pytest_engram.gates.outcome import exit_code as exit_code
-from pytest_engram.gates.protocol import plan_hash as plan_hash
-from pytest_engram.gates.protocol import protocol_hash as protocol_hash
-from pytest_engram.gates.reasons import REASONS as REASONS
+from pytest_engram.gates.ladder import EXIT_NOT_MEASURED, evaluate, exit_code, not_measured
+from pytest_engram.gates.reasons import REASONS
+from pytest_engram.schedule import plan_hash, protocol_hash
+
+__all__ = ["EXIT_NOT_MEASURED", "REASONS", "evaluate", "exit_code", "not_measured", "plan_hash", "protocol_hash"]

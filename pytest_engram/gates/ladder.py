@@ -1,30 +1,27 @@
-"""``evaluate``: from evidence to verdict, pure.  Everything that prints or exits renders its result."""
+"""``evaluate``: from evidence to verdict, pure; ``exit_code``: what verdicts mean to the shell.
+
+Everything that prints or exits renders their results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from pytest_engram.gates.case import Case
+from pytest_engram.gates.comparison import Case, percent
 from pytest_engram.gates.correctness import correctness
 from pytest_engram.gates.effects import end_to_end, mechanism, no_offset
 from pytest_engram.gates.reasons import Finding, of_problem
-from pytest_engram.gates.tested import percent
 from pytest_engram.gates.treatment import treatment
-from pytest_engram.model import (
-    GATE_NAMES,
-    Claim,
-    Effect,
-    Evidence,
-    Experiment,
-    GateResult,
-    Problem,
-    Status,
-    Verdict,
-)
+from pytest_engram.model import Claim, Effect, Evidence, Experiment, GateResult, Problem, Status, Verdict
 
-_BLOCKED = Finding(reason="earlier-gate")
-_TREATMENT = GATE_NAMES.index("treatment")
-_FIRST_REPORTED = 2  # gates from here on are reported, not judged, for a `characterises` claim
+EXIT_NOT_MEASURED = 12
+_CODES = {  # by precedence
+    Status.INVALID: 13, Status.FAIL: 10, Status.NOT_MEASURED: EXIT_NOT_MEASURED, Status.BLOCKED: EXIT_NOT_MEASURED,
+    Status.INCONCLUSIVE: 11, Status.PASS: 0,
+}  # fmt: skip
+_BLOCKED = Finding("earlier-gate")
+_TREATMENT = 1
 
 
 def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
@@ -32,76 +29,66 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
 
     ``prior`` are verdicts under equal fingerprints, of this run or of a file: what ``requires`` is checked against.
     """
-    case = Case(evidence)
-    treated = arms = case.candidates
-    gates: tuple[Callable[[], Finding], ...] = (
-        lambda: correctness(case),
-        lambda: treatment(case),
-        lambda: mechanism(case, arms),
-        lambda: no_offset(case, treated, arms),
-        lambda: end_to_end(case, treated, arms, prior),
-    )
-    results: list[GateResult] = []
+    case = Case(evidence, prior)
     notes: list[str] = []
-    for number, judge in enumerate(gates):
-        blocked = any(result.judged and result.status is not Status.PASS for result in results)
-        finding = _BLOCKED if blocked else judge()
-        result = _result(case.experiment, number, finding)
+    results: list[GateResult] = []
+    for number, judge in enumerate((correctness, treatment, mechanism, no_offset, end_to_end)):
+        finding = next(judge(case)) if _status(results) is Status.PASS else _BLOCKED  # the first that a gate has to say
         notes += finding.notes
-        results.append(result)
-        if result.judged and result.status is Status.PASS:
-            arms = finding.passed
-            treated = arms if number == _TREATMENT else treated
-    return _verdict(case.experiment, results, evidence.plan.protocol_hash, arms, notes)
+        results.append(finding.result(number, case.experiment.claim))
+        if results[-1].judged and results[-1].status is Status.PASS:
+            case.left = finding.passed
+            case.treated = finding.passed if number == _TREATMENT else case.treated
+    verdict = _verdict(case.experiment, results, case.plan.protocol_hash, notes)
+    won = verdict.status is Status.PASS and case.experiment.claim is Claim.IMPROVES
+    return replace(verdict, sentence=_sentence(case.experiment, results[-1].effects, case.left) if won else None)
 
 
 def not_measured(experiment: Experiment, problem: Problem) -> Verdict:
     """The verdict of an experiment that could not be measured: gate 0 says why, the rest is blocked."""
-    findings = (of_problem(problem), *[_BLOCKED] * (len(GATE_NAMES) - 1))
-    results = [_result(experiment, number, finding) for number, finding in enumerate(findings)]
-    return _verdict(experiment, results, "", (), ())
+    findings = enumerate((of_problem(problem), *[_BLOCKED] * 4))
+    return _verdict(experiment, [found.result(gate, experiment.claim) for gate, found in findings], "", ())
 
 
-def _result(experiment: Experiment, number: int, finding: Finding) -> GateResult:
-    judged = experiment.claim is Claim.IMPROVES or number < _FIRST_REPORTED or finding.always_judged
-    result = finding.result(number, judged=judged)
-    if judged or result.status is not Status.FAIL:
-        return result
-    return Finding(
-        reason="no-winner", observed=finding.observed, threshold=finding.threshold, effects=finding.effects
-    ).result(number, judged=False)
+def _status(results: Sequence[GateResult]) -> Status:
+    return next((r.status for r in results if r.judged and r.status is not Status.PASS), Status.PASS)
 
 
-def _verdict(
-    experiment: Experiment, results: Sequence[GateResult], protocol: str, arms: Sequence[str], notes: Sequence[str]
-) -> Verdict:
-    status = next((r.status for r in results if r.judged and r.status is not Status.PASS), Status.PASS)
-    won = status is Status.PASS and experiment.claim is Claim.IMPROVES and len(results) == len(GATE_NAMES)
+def _verdict(experiment: Experiment, results: Sequence[GateResult], protocol: str, notes: Sequence[str]) -> Verdict:
     return Verdict(
         experiment=experiment.id, title=experiment.title, claim=experiment.claim, subject=experiment.subject,
-        status=status, gates=tuple(results), protocol_hash=protocol, notes=tuple(notes),
-        sentence=_sentence(experiment, results[-1].effects, arms) if won else None,
+        status=_status(results), gates=tuple(results), protocol_hash=protocol, notes=tuple(notes),
     )  # fmt: skip
 
 
 def _sentence(experiment: Experiment, found: Sequence[Effect], arms: Sequence[str]) -> str:
     """The one sentence that a passed `improves` claim may print; one clause per candidate that passed."""
-    metric = experiment.end_to_end[0].metric
-    several = len(experiment.arms) > 2
+    metric, several = experiment.end_to_end[0].metric, len(experiment.arms) > 2
+    level = f"{100 * (1 - 2 * experiment.alpha):g} % CI"
     clauses = [
-        f"{effect.arm + ' ' if several else ''}{metric} {_size(effect.estimate)} "
-        f"[{100 * (1 - 2 * experiment.alpha):g} % CI {_end(effect.low, '−∞')} … {_end(effect.high, '+∞')}]"
+        f"{effect.arm + ' ' if several else ''}{metric} {percent(effect.estimate, 'without a finite size')} "
+        f"[{level} {percent(effect.low, '−∞', '')} … {percent(effect.high, '+∞', '')}]"
         for effect in found
         if effect.metric == metric and effect.arm in arms
     ]
-    blocks = found[0].blocks
-    load = f"over {blocks} blocks at the same SLO and load; subject: {experiment.subject}"
+    load = f"over {found[0].blocks} blocks at the same SLO and load; subject: {experiment.subject}"
     return f"{experiment.id}: {', '.join(clauses)} {load}."
 
 
-def _size(estimate: float | None) -> str:
-    return "without a finite size" if estimate is None else percent(estimate)
+def exit_code(verdicts: Sequence[Verdict], required: Mapping[str, int] | None = None) -> int:
+    """13 > 10 > 12 > 11 > 0 over the verdicts; no verdict at all is NOT_MEASURED.
+
+    ``required`` maps an experiment to the last gate that it must reach: those decide alone, up to that gate, and a
+    required experiment without a verdict is NOT_MEASURED.
+    """
+    found = {one.status for one in verdicts}
+    if required is not None:
+        found = {_reached(one, required[one.experiment]) for one in verdicts if one.experiment in required}
+        found |= {Status.NOT_MEASURED} if required.keys() - {one.experiment for one in verdicts} else set()
+    return next((code for status, code in _CODES.items() if status in found), EXIT_NOT_MEASURED)
 
 
-def _end(value: float | None, otherwise: str) -> str:
-    return otherwise if value is None else f"{100 * value:+.1f}".replace("-", "−")
+def _reached(verdict: Verdict, gate: int) -> Status:
+    """The first judged status up to ``gate`` that is not PASS; a gate that is missing was not measured."""
+    rungs = [result for result in verdict.gates if result.gate <= gate]
+    return _status(rungs) if {result.gate for result in rungs} == set(range(gate + 1)) else Status.NOT_MEASURED

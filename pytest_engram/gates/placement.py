@@ -1,10 +1,10 @@
-"""Gate 1 of placement: the kernel's page distributions, on every rank and at three moments, are what the arm asks."""
+"""Gate 1 of placement, and what gate 2 may predict from it: the kernel's page distributions on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from pytest_engram.gates.case import Case
+from pytest_engram.gates.comparison import Case
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import Moment, PageDistribution, Plan, RunRecord, TablePlan
 from pytest_engram.schedule import base_arm
@@ -12,63 +12,57 @@ from pytest_engram.schedule import base_arm
 BOUND = 0.999  # share of a bound table's pages on its nodes
 EVEN = 0.02  # how far an interleaved table's share may lie from its weight
 DIFFERENT = 0.05  # share of pages by which two arms must differ on some rank
+Share = dict[int, float]  # NUMA node -> share of all pages
 
 
-def placement(case: Case) -> Finding:
+def placement(case: Case) -> Iterator[Finding]:
     """Every run as asked, and some rank's pages elsewhere than in A."""
-    runs = [run for _, run in sorted(case.runs.items())]
-    for run in runs:
-        finding = next(_faults(case.plan, run), None)
-        if finding is not None:
-            return finding
-    shares = {arm: shares_after_replay(case.of(arm)[0]) for arm in ("A", *case.candidates) if case.of(arm)}
-    moved = tuple(arm for arm in case.candidates if arm in shares and distance(shares["A"], shares[arm]) >= DIFFERENT)
-    observed = "; ".join(f"{arm}: {_words(found)}" for arm, found in shares.items())
-    return Finding(
-        reason="treatment-delivered" if moved else "no-treatment", observed=observed,
-        threshold=f"pages as asked in {len(runs)} runs, on every rank, at three moments", passed=moved,
-    )  # fmt: skip
+    for run in case.runs.values():
+        yield from _faults(case.plan, run)
+    shares = {arm: _after_replay(case.of(arm)) for arm in ("A", *case.candidates)}
+    moved = tuple(arm for arm in case.candidates if _differ(shares["A"], shares[arm]))
+    words = "; ".join(f"{arm}: {_words(found)}" for arm, found in shares.items())
+    limit = f"pages as asked in {len(case.runs)} runs, on every rank, at three moments"
+    yield Finding("treatment-delivered" if moved else "no-treatment", words, limit, moved)
 
 
 def _faults(plan: Plan, run: RunRecord) -> Iterator[Finding]:
     asked = plan.placements.get(base_arm(run.arm))
     tables = asked.tables if asked else ()
     if not tables:
-        yield Finding(reason="pages-not-audited", observed=f"arm {run.arm}: no placement is planned")
+        yield Finding("pages-not-audited", f"arm {run.arm}: no placement is planned")
     audits = [audit for sample in run.placement for audit in sample.distributions]
+    seen: set[str] = set()
     for number, table in enumerate(tables):
+        where, own = f"arm {run.arm}, run {run.index}, table {number}", [a for a in audits if a.table == number]
         for rank in table.ranks:
-            own = {audit.moment: audit for audit in audits if (audit.rank, audit.table) == (rank, number)}
-            where = f"arm {run.arm}, run {run.index}, rank {rank}, table {number}"
-            yield from _rank_faults(table, own, where)
-        yield from _sharing(table, [a for a in audits if a.table == number], f"arm {run.arm}, table {number}")
-    named = [{a.identity for a in audits if a.table == number} - {"anon"} for number in range(len(tables))]
-    for number, names in enumerate(named):
-        if any(names & other for other in named[:number]):
-            yield Finding(reason="not-separate", observed=f"arm {run.arm}: table {number} is an earlier one's object")
+            for moment in Moment:
+                audit = next((a for a in own if (a.rank, a.moment) == (rank, moment)), None)
+                yield from _audited(table, audit, f"{where}, {moment.value}, rank {rank}")
+        yield from _sharing(table, {audit.identity for audit in own}, seen, where)
 
 
-def _rank_faults(table: TablePlan, own: dict[Moment, PageDistribution], where: str) -> Iterator[Finding]:
-    for moment in Moment:
-        audit, at = own.get(moment), f"{where}, {moment.value}"
-        if audit is None or not audit.routes:
-            seen = f"{at}: no audit" if audit is None else f"{at}: no route answered"
-            yield Finding(reason="pages-not-audited", observed=seen, threshold="three moments on every rank")
-            continue
-        if not _covered(audit):
-            seen = f"{at}: {audit.covered_bytes} of {audit.table_bytes} bytes"
-            yield Finding(reason="pages-not-covered", observed=seen, threshold="coverage = table bytes")
-        total = sum(audit.pages.values()) + sum(audit.unplaced.values())
-        lost = ", ".join(f"{count} {name}" for name, count in audit.unplaced.items() if count)
-        if sum(audit.unplaced.values()) > (1 - BOUND) * total:
-            yield Finding(reason="pages-unplaced", observed=f"{at}: {lost} of {total} pages", threshold=f"{BOUND:.1%}")
-        elif not as_asked(table, audit):
-            yield Finding(reason="not-as-asked", observed=f"{at}: {_pages(audit)}", threshold=_asked(table))
-
-
-def _covered(audit: PageDistribution) -> bool:
-    counted = (sum(audit.pages.values()) + sum(audit.unplaced.values())) * audit.page_bytes
-    return counted == audit.covered_bytes and 0 <= audit.covered_bytes - audit.table_bytes < audit.page_bytes
+def _audited(table: TablePlan, audit: PageDistribution | None, where: str) -> Iterator[Finding]:
+    if audit is None or not audit.routes:
+        seen = "no audit" if audit is None else "no route answered"
+        yield Finding("pages-not-audited", f"{where}: {seen}", "three moments on every rank")
+        return
+    lost = sum(audit.unplaced.values())
+    total = sum(audit.pages.values()) + lost
+    spare = audit.covered_bytes - audit.table_bytes
+    if total * audit.page_bytes != audit.covered_bytes or not 0 <= spare < audit.page_bytes:
+        seen = f"{where}: {audit.covered_bytes} of {audit.table_bytes} bytes"
+        yield Finding("pages-not-covered", seen, "coverage = table bytes")
+    if lost > (1 - BOUND) * total:
+        names = ", ".join(f"{count} {name}" for name, count in audit.unplaced.items() if count)
+        yield Finding("pages-unplaced", f"{where}: {names} of {total} pages", f"{BOUND:.1%}")
+    elif not as_asked(table, audit):
+        nodes, weights = ",".join(map(str, table.nodes)), f" weights {table.weights}" if table.weights else ""
+        yield Finding(
+            "not-as-asked",
+            f"{where}: {_words({audit.rank: share_of(audit)})}",
+            f"{table.mode} on NUMA node {nodes}{weights}",
+        )
 
 
 def as_asked(table: TablePlan, audit: PageDistribution) -> bool:
@@ -84,52 +78,70 @@ def as_asked(table: TablePlan, audit: PageDistribution) -> bool:
     return table.mode == "default"
 
 
-def share_of(audit: PageDistribution) -> dict[int, float]:
+def share_of(audit: PageDistribution) -> Share:
     """NUMA node -> share of all pages, those without a node included in the whole."""
     total = sum(audit.pages.values()) + sum(audit.unplaced.values())
-    return {node: count / total for node, count in audit.pages.items() if count} if total else {}
+    return {node: count / total for node, count in audit.pages.items() if count}
 
 
-def _sharing(table: TablePlan, audits: Sequence[PageDistribution], where: str) -> Iterator[Finding]:
-    """One object at every moment and for every rank of the group; a private mapping can serve one rank only."""
-    identities = {audit.identity for audit in audits}
+def _sharing(table: TablePlan, identities: set[str], seen: set[str], where: str) -> Iterator[Finding]:
+    """One object at every moment and for every rank of the group, no other table's; a private one serves one rank."""
     if len(identities) > 1 or (identities == {"anon"} and len(table.ranks) > 1):
-        seen = f"{where}: objects {', '.join(sorted(identities))} for ranks {', '.join(map(str, table.ranks))}"
-        yield Finding(reason="not-shared", observed=seen, threshold="one object, device and inode equal")
+        objects = f"{where}: objects {', '.join(sorted(identities))} for ranks {', '.join(map(str, table.ranks))}"
+        yield Finding("not-shared", objects, "one object, device and inode equal")
+    if identities & seen:
+        yield Finding("not-separate", f"{where} is an earlier one's object", "an object of its own")
+    seen |= identities - {"anon"}
 
 
-Shares = dict[int, dict[int, float]]  # rank -> NUMA node -> share
+def _after_replay(runs: list[RunRecord]) -> dict[int, Share]:
+    """What each rank reads in the first of ``runs``, once the replay is over."""
+    audits = [audit for run in runs[:1] for sample in run.placement for audit in sample.distributions]
+    return {audit.rank: share_of(audit) for audit in audits if audit.moment is Moment.REPLAYED}
 
 
-def shares_after_replay(run: RunRecord) -> Shares:
-    """What each rank reads, once the replay is over."""
-    audits = [a for sample in run.placement for a in sample.distributions if a.moment is Moment.REPLAYED]
-    return {audit.rank: share_of(audit) for audit in audits}
+def _differ(one: dict[int, Share], other: dict[int, Share]) -> bool:
+    """Whether enough pages of some rank lie elsewhere."""
+    pairs = [(one[rank], other[rank]) for rank in one.keys() & other.keys()]
+    return any(sum(max(0.0, part - b.get(node, 0.0)) for node, part in a.items()) >= DIFFERENT for a, b in pairs)
 
 
-def distance(one: Shares, other: Shares) -> float:
-    """The largest share of pages, over the ranks, that lies elsewhere."""
-    ranks = one.keys() & other.keys()
-    return max((_moved(one[rank], other[rank]) for rank in ranks), default=0.0)
+def _words(shares: dict[int, Share]) -> str:
+    parts = {rank: "/".join(f"N{node} {part:.1%}" for node, part in sorted(s.items())) for rank, s in shares.items()}
+    return ", ".join(f"rank {rank} {words or 'without a node'}" for rank, words in sorted(parts.items()))
 
 
-def _moved(one: dict[int, float], other: dict[int, float]) -> float:
-    return sum(abs(one.get(node, 0.0) - other.get(node, 0.0)) for node in one.keys() | other.keys()) / 2
+def from_rank(case: Case, rank: int, node: int | str) -> int | None:
+    """The firmware's distance from the rank's reader to a NUMA node; None if one end or the distance is unknown.
+
+    The reader is the rank's GPU, or on the CPU engine its lookup worker, which has the rank's last CPU.
+    """
+    machine, plan = case.topology, case.plan
+    if machine is None:
+        return None
+    if plan.engine == "cuda":
+        home = machine.gpus[rank].numa_node if rank < len(machine.gpus) else None
+    else:
+        home = machine.node_of_cpu(plan.cpus[rank][-1])
+    start = None if home is None else machine.node(home)
+    return start.distances.get(int(node)) if start is not None and str(node).isdigit() else None
 
 
-def _words(shares: Shares) -> str:
-    return ", ".join(f"rank {rank} " + _split(share) for rank, share in sorted(shares.items()))
+def prediction(case: Case, arm: str, rank: int) -> str | None:
+    """Is ``arm`` nearer than A ("down": times shrink), farther ("up") or as far ("")?  None: a distance is unknown."""
+    before, after = _cost(case, "A", rank), _cost(case, arm, rank)
+    if before is None or after is None:
+        return None
+    if abs(after - before) < 0.01 * before:
+        return ""
+    return "down" if after < before else "up"
 
 
-def _split(share: dict[int, float]) -> str:
-    return "/".join(f"N{node} {part:.1%}" for node, part in sorted(share.items()))
-
-
-def _pages(audit: PageDistribution) -> str:
-    return _split(share_of(audit)) or "no page has a node"
-
-
-def _asked(table: TablePlan) -> str:
-    nodes = ",".join(map(str, table.nodes))
-    weights = f" weights {table.weights}" if table.weights else ""
-    return f"{table.mode} on NUMA node {nodes}{weights}"
+def _cost(case: Case, arm: str, rank: int) -> float | None:
+    """The mean distance of the rank's pages, weighted by where the kernel says they lie in ``arm``."""
+    share = _after_replay(case.of(arm)).get(rank, {})
+    parts = [(part, from_rank(case, rank, node)) for node, part in share.items()]
+    known = [(part, away) for part, away in parts if away is not None]
+    if not known or len(known) < len(parts):
+        return None
+    return sum(part * away for part, away in known) / sum(part for part, _ in known)

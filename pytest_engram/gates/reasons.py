@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pytest_engram.model import GATE_NAMES, Effect, GateResult, Problem, Status
+from pytest_engram.model import GATE_NAMES, Claim, Effect, GateResult, Problem, Status
 
 _PASS, _FAIL, _OPEN = Status.PASS, Status.FAIL, Status.INCONCLUSIVE
 _ABSENT, _BLOCKED, _INVALID = Status.NOT_MEASURED, Status.BLOCKED, Status.INVALID
@@ -15,10 +15,10 @@ REASONS: dict[str, tuple[Status, str]] = {
     # 0 correctness
     "contract-kept": (_PASS, ""),
     "contract-broken": (_FAIL, "mend the arm that is named; no timing of this run may be compared"),
+    "stopped-after-correctness": (_FAIL, "mend the arm whose rows were wrong; the rest was not run for that"),
     "no-correctness": (_ABSENT, "run the arm with its contract checks before and after timing"),
     "cases-missing": (_ABSENT, "run the same contract cases in every arm, before and after timing"),
-    "storage-not-checked": (
-        _ABSENT, "this experiment changes who shares a table: run the storage (S) and replay (P5) cases in every arm"),
+    "storage-not-checked": (_ABSENT, "the arms share tables differently: run the storage (S) and P5 cases in each"),
     "protocol-changed": (_INVALID, "the rules or the plan changed after they were hashed: plan and measure again"),
     "schedule-altered": (_INVALID, "keep the order that the seed gives: measure the whole schedule again"),
     "unscheduled-run": (_INVALID, "a run that the schedule does not have cannot be used: measure again"),
@@ -70,49 +70,42 @@ REASONS: dict[str, tuple[Status, str]] = {
     # a `characterises` claim
     "no-winner": (_OPEN, "reported only: the question was how the arms differ"),
 }  # fmt: skip
-
-_PROBLEM_STEPS = {
-    _ABSENT: "measure where this is available; nothing follows from its absence",
-    _INVALID: "mend the cause, then measure the whole schedule again",
-    _FAIL: "mend the cause, then measure again",
-    _OPEN: "remove the doubt, then measure again",
-    _BLOCKED: "remove what blocks it",
-}
+# What voids timings is judged where a `characterises` claim only reports, and so is whatever is INVALID.
+_ALWAYS_JUDGED = {"no-schedule", "too-few-blocks", "no-positive-control", "control-without-difference"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """What one gate found.  ``passed`` are the candidates that may go on; ``always_judged`` also where a
-    ``characterises`` claim only reports."""
+    """What one gate found.  ``passed`` are the candidates that may go on; ``problem`` is the status of a problem whose
+    code stands in the place of a reason of the table."""
 
     reason: str
     observed: str = ""
     threshold: str = ""
-    effects: tuple[Effect, ...] = ()
     passed: tuple[str, ...] = ()
-    always_judged: bool = False
-    problem: Problem | None = None
-    notes: tuple[str, ...] = field(default=())
+    effects: tuple[Effect, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: Status | None = None
 
-    @property
-    def status(self) -> Status:
-        """What the reason means; a problem brings its own."""
-        if self.problem is not None:  # a problem in a record's place can never read as passed
-            return Status.INVALID if self.problem.status is Status.PASS else self.problem.status
-        return REASONS[self.reason][0]
-
-    def result(self, gate: int, *, judged: bool) -> GateResult:
-        """The rung of the ladder."""
-        step = _PROBLEM_STEPS[self.status] if self.problem else REASONS[self.reason][1]
+    def result(self, gate: int, claim: Claim) -> GateResult:
+        """The rung of the ladder; a `characterises` claim only reports gates 2 to 4, and there nothing can fail."""
+        reason, (status, step) = self.reason, REASONS.get(self.reason, (_INVALID, ""))
+        if self.problem:
+            step = (
+                "measure where this is available" if self.problem is _ABSENT else "mend the cause, then measure it all"
+            )
+        status = self.problem or status
+        judged = claim is Claim.IMPROVES or gate < 2 or status is _INVALID or reason in _ALWAYS_JUDGED
+        if not judged and status is _FAIL:
+            reason, (status, step) = "no-winner", REASONS["no-winner"]
         return GateResult(
-            gate=gate, name=GATE_NAMES[gate], status=self.status, reason=self.reason, observed=self.observed,
+            gate=gate, name=GATE_NAMES[gate], status=status, reason=reason, observed=self.observed,
             threshold=self.threshold, next_step=step, effects=self.effects, judged=judged,
         )  # fmt: skip
 
 
 def of_problem(problem: Problem) -> Finding:
-    """A named absence or failure as a finding; its own code is the reason."""
+    """A named absence or failure as a finding; its own code is the reason, and it can never read as passed."""
     who = ", ".join(part for part in (problem.who, problem.where) if part and part not in problem.message)
-    return Finding(
-        reason=problem.code, problem=problem, observed=f"{who}: {problem.message}" if who else problem.message
-    )
+    status = Status.INVALID if problem.status is Status.PASS else problem.status
+    return Finding(problem.code, f"{who}: {problem.message}" if who else problem.message, problem=status)

@@ -71,3 +71,68 @@ def spin_kernel(nanoseconds):
     now = begin
     while now - begin < nanoseconds:
         now = globaltimer()
+
+
+@triton.jit(do_not_specialize=["count"])
+def slot_kernel(tokens, dead, slots, token_map, cache, count, DEAD: tl.constexpr, TILE: tl.constexpr):
+    """Write the compressed ids of a batch to its slots; a negative slot is not written (H12)."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = at < count
+    slot = tl.load(slots + at, live, other=-1)
+    value = tl.load(token_map + tl.load(tokens + at, live, other=0))
+    value = tl.where(tl.load(dead + at, live, other=0) != 0, DEAD, value)
+    tl.store(cache + slot, value, live & (slot >= 0))
+
+
+@triton.jit(do_not_specialize=["count", "requests", "steps", "depth", "width", "block_size", "num_slots", "pad"])
+def hash_kernel(
+    tokens, positions, starts, dead, window, window_dead, table, cache, token_map, multipliers, primes, offsets, out,
+    count, requests, steps, depth, width, block_size, num_slots, pad, DEAD: tl.constexpr, CACHED: tl.constexpr,
+    NGRAM: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """See ``pytest_engram.gpu.hash``: one program hashes TILE tokens for one layer."""
+    COLUMNS: tl.constexpr = (NGRAM - 1) * HEADS
+    layer = tl.program_id(1)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = at < count
+    # H9: the upper bound of the token in the boundaries; what lies past the last one belongs to the last request.
+    request = tl.zeros([TILE], tl.int32)
+    above = request + requests
+    for _ in range(steps):
+        middle = (request + above) // 2
+        left = request < above
+        right = left & (tl.load(starts + 1 + middle, left, other=0) <= at)
+        request = tl.where(right, middle + 1, request)
+        above = tl.where(right, above, middle)
+    request = tl.minimum(request, requests - 1)
+    position = tl.load(positions + at, live, other=0)
+    first = tl.load(positions + tl.minimum(tl.load(starts + request), count - 1))
+    head = tl.arange(0, WIDE)
+    blocked = at < 0
+    rolling = tl.zeros([TILE], tl.uint64)
+    for shift in tl.static_range(NGRAM):  # H7: the chunk, then the window, then the slot cache, then the pad id
+        back = position - shift
+        inside = live & (back >= first) & (at >= shift)
+        column = first - 1 - back
+        seen = request.to(tl.int64) * depth + column
+        known = live & (back < first) & (column < depth)
+        known = known & (tl.load(window + seen, known, other=-1) >= 0)
+        raw = tl.where(inside, tl.load(tokens + at - shift, inside, other=0), tl.load(window + seen, known, other=0))
+        gone = tl.load(dead + at - shift, inside, other=0) | tl.load(window_dead + seen, known, other=0)
+        value = tl.where(gone != 0, DEAD, tl.load(token_map + raw))
+        other = tl.zeros([TILE], tl.int32) + pad
+        if CACHED:
+            place = tl.minimum(tl.maximum(back, 0), width.to(tl.int64) * block_size - 1)
+            block = tl.load(table + request.to(tl.int64) * width + place // block_size).to(tl.int64)
+            other = tl.load(cache + tl.minimum(tl.maximum(block * block_size + place % block_size, 0), num_slots - 1))
+        value = tl.where(inside | known, value, other)
+        blocked = blocked | (position < shift) | (value == DEAD)  # H6: this shift and every deeper one
+        value = tl.where(blocked, pad, value).to(tl.uint64)
+        rolling = rolling ^ (value * tl.load(multipliers + layer * NGRAM + shift).to(tl.uint64))
+        if shift > 0:
+            number = layer * COLUMNS + (shift - 1) * HEADS + head
+            prime = tl.load(primes + number, head < HEADS, other=1).to(tl.uint64)
+            offset = tl.load(offsets + number, head < HEADS, other=0)
+            hashed = (rolling[:, None] % prime[None, :]).to(tl.int64) + offset[None, :]
+            row = at.to(tl.int64)[:, None] * (tl.num_programs(1) * COLUMNS) + number[None, :]
+            tl.store(out + row, hashed.to(tl.int32), live[:, None] & (head < HEADS)[None, :])

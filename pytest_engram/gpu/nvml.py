@@ -10,8 +10,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.model.machine import GpuAnswer
 
@@ -50,22 +48,23 @@ class _Library:
         except OSError as error:
             raise self._refusal(str(error)) from None
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function that returns 0 for success."""
+    def ask(self, name: str, *arguments: Any) -> str | None:
+        """Call a function that returns 0 for success: why it refuses, or None when it is done."""
         function = getattr(self._functions, name, None)
         if function is None:
-            raise self._refusal(f"{name}: not in this driver")
-        if code := function(*arguments):
-            raise self._refusal(f"{name}: {self.describe(code)}")
+            return f"{name}: not in this driver"
+        code = function(*arguments)
+        return f"{name}: {self.describe(code)}" if code else None
+
+    def need(self, name: str, *arguments: Any) -> None:
+        """Call a function that nothing can be said without."""
+        if why := self.ask(name, *arguments):
+            raise self._refusal(why)
 
     def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
         """The number that a function stores through its last argument, None where it refuses."""
         value = kind()
-        try:
-            self.call(name, *arguments, ctypes.byref(value))
-        except NotMeasurable:
-            return None
-        return int(value.value)
+        return None if self.ask(name, *arguments, ctypes.byref(value)) else int(value.value)
 
     def describe(self, code: int) -> str:
         """The library's word for an error code."""
@@ -81,9 +80,9 @@ class Nvml(_Library):
 
     def __init__(self, load: Load = ctypes.CDLL) -> None:
         super().__init__(load, "libnvidia-ml.so.1")
-        self.call("nvmlInit_v2")
+        self.need("nvmlInit_v2")
         count = ctypes.c_uint()
-        self.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        self.need("nvmlDeviceGetCount_v2", ctypes.byref(count))
         self._devices = dict(map(self._device, range(count.value)))
 
     def describe(self, code: int) -> str:
@@ -126,12 +125,11 @@ class Nvml(_Library):
 
     def _near(self, name: str, device: Any) -> tuple[tuple[int, ...] | None, str | None]:
         mask = (ctypes.c_ulong * _WORDS)()
-        try:
-            self.call(name, device, ctypes.c_uint(_WORDS), mask, ctypes.c_uint(_SCOPE_NODE))
-        except NotMeasurable as refusal:
-            return None, refusal.seen
-        members = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").nonzero()[0].tolist()
-        return (tuple(members), None) if members else (None, "names none")
+        if why := self.ask(name, device, ctypes.c_uint(_WORDS), mask, ctypes.c_uint(_SCOPE_NODE)):
+            return None, why
+        bits = int.from_bytes(bytes(mask), "little")
+        members = tuple(bit for bit in range(bits.bit_length()) if bits >> bit & 1)
+        return (members, None) if members else (None, "names none")
 
     def _peers(self, pci: str, device: Any) -> dict[str, str]:
         links = sum(self.number("nvmlDeviceGetNvLinkState", device, ctypes.c_uint(n)) == 1 for n in range(_LINKS))
@@ -141,35 +139,30 @@ class Nvml(_Library):
     def _device(self, index: int) -> tuple[str, Any]:
         """The address as sysfs spells it (NVML's has an eight-digit domain and capitals), and the handle."""
         device, info = ctypes.c_void_p(), _PciInfo()
-        self.call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
-        self.call("nvmlDeviceGetPciInfo_v3", device, ctypes.byref(info))
+        self.need("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        self.need("nvmlDeviceGetPciInfo_v3", device, ctypes.byref(info))
         domain, rest = info.busId.decode().lower().split(":", 1)
         return f"{int(domain, 16):04x}:{rest}", device
 
     def _text(self, name: str, device: Any) -> str | None:
         buffer = ctypes.create_string_buffer(96)
-        try:
-            self.call(name, device, buffer, ctypes.c_uint(len(buffer)))
-        except NotMeasurable:
-            return None
-        return buffer.value.decode(errors="replace")
+        refused = self.ask(name, device, buffer, ctypes.c_uint(len(buffer)))
+        return None if refused else buffer.value.decode(errors="replace")
 
 
 def cuda_host_nodes(load: Load = ctypes.CDLL) -> dict[str, GpuAnswer]:
     """CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID of the GPUs that CUDA_VISIBLE_DEVICES leaves; no context is created."""
     cuda, count = _Library(load, "libcuda.so.1"), ctypes.c_int()
-    cuda.call("cuInit", ctypes.c_uint(0))
-    cuda.call("cuDeviceGetCount", ctypes.byref(count))
+    cuda.need("cuInit", ctypes.c_uint(0))
+    cuda.need("cuDeviceGetCount", ctypes.byref(count))
     return dict(_host_node(cuda, index) for index in range(count.value))
 
 
 def _host_node(cuda: _Library, index: int) -> tuple[str, GpuAnswer]:
     device, node, pci = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(32)
-    cuda.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    cuda.call("cuDeviceGetPCIBusId", pci, ctypes.c_int(len(pci)), device)
-    try:
-        cuda.call("cuDeviceGetAttribute", ctypes.byref(node), ctypes.c_int(_HOST_NUMA_ID), device)
-    except NotMeasurable as refusal:
-        return pci.value.decode(), GpuAnswer(reason=refusal.seen)
-    known = node.value >= 0
-    return pci.value.decode(), GpuAnswer(nodes=(node.value,)) if known else GpuAnswer(reason=f"says {node.value}")
+    cuda.need("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    cuda.need("cuDeviceGetPCIBusId", pci, ctypes.c_int(len(pci)), device)
+    why = cuda.ask("cuDeviceGetAttribute", ctypes.byref(node), ctypes.c_int(_HOST_NUMA_ID), device)
+    if why is None and node.value < 0:
+        why = f"says {node.value}"
+    return pci.value.decode(), GpuAnswer(reason=why) if why else GpuAnswer(nodes=(node.value,))

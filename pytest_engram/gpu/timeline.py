@@ -1,7 +1,7 @@
-"""Event marks on one time base, in integer nanoseconds of ``perf_counter_ns``.
+"""Marks of one step on one time base, in integer nanoseconds of ``perf_counter_ns``.
 
 CUDA's elapsed time is a float32 of milliseconds in steps of about half a microsecond, so each step takes its own base
-event, which the host synchronises with once, before anything of the step is enqueued; no stage synchronises.
+event; nothing synchronises before the step's end.
 """
 
 from __future__ import annotations
@@ -15,33 +15,25 @@ from pytest_engram.errors import EngramError
 from pytest_engram.model import LookupMark, Span
 
 RESOLUTION_NS = 500
-_WAITS = frozenset({"begin", "end", "wait_before", "wait_after"})
+_CLOCK = frozenset({"begin", "end", "wait_before", "wait_after"})  # what the step clock needs
+_TIMES = ("submit", "start", "done", "wait_before", "wait_after")
 _SELF_TEST_NS = (200_000, 5_000_000)
 _TOLERANCE, _LAUNCH_NS = 0.02, 20_000
 _HEAD_START_NS = 1_000_000
 
 
-class Marks:
-    """The events of one step, recorded on the stream that is current: the one that launches what they bound.
+class HostMarks:
+    """Marks by the host's clock.  Unless ``full``, only the step's ends and its consumer waits are recorded."""
 
-    Unless ``full``, only the step's ends and its consumer waits are recorded: what the step clock needs.
-    """
-
-    def __init__(self, cuda: Any, *, full: bool) -> None:
-        self._cuda, self._full = cuda, full
-        self._events: dict[tuple[str, int], Any] = {}
+    def __init__(self, *, full: bool) -> None:
+        self._full = full
+        self._at: dict[tuple[str, int], Any] = {}
         self._spans: list[tuple[str, int]] = []
-        self._base = self._event()
-        before = time.perf_counter_ns()
-        self._base.record(cuda.current_stream())
-        self._base.synchronize()
-        self._base_ns = (before + time.perf_counter_ns()) // 2
 
     def mark(self, name: str, layer: int = -1) -> None:
-        """Record the event ``name`` of ``layer`` on the current stream."""
-        if self._full or name in _WAITS:
-            event = self._events[name, layer] = self._event()
-            event.record(self._cuda.current_stream())
+        """Record that ``name`` of ``layer`` is reached."""
+        if self._full or name in _CLOCK:
+            self._at[name, layer] = self._now()
 
     @contextmanager
     def span(self, name: str, layer: int) -> Iterator[None]:
@@ -52,24 +44,20 @@ class Marks:
         self._spans.append((name, layer))
 
     def ns(self, name: str, layer: int = -1) -> int:
-        """When the GPU passed the mark; call it after the step was synchronised."""
-        milliseconds: float = self._base.elapsed_time(self._events[name, layer])
-        return self._base_ns + round(milliseconds * 1e6)
+        """When the mark was reached."""
+        return int(self._at[name, layer])
 
     def waited_ns(self) -> int:
         """The sum of the main stream's consumer waits."""
-        layers = [layer for name, layer in self._events if name == "wait_after"]
+        layers = [layer for name, layer in self._at if name == "wait_after"]
         return sum(self.ns("wait_after", layer) - self.ns("wait_before", layer) for layer in layers)
 
     def lookups(self, launches: dict[int, Any]) -> tuple[LookupMark, ...]:
         """One record per launch (rows, tiles, grid), by layer; ``submit`` is when the main stream got there."""
+        ready = self.ns("hash_ready")
         return tuple(
-            LookupMark(
-                layer=layer, hash_ready=self.ns("hash_ready"), submit=self.ns("submit", layer),
-                start=self.ns("start", layer), done=self.ns("done", layer),
-                wait_before=self.ns("wait_before", layer), wait_after=self.ns("wait_after", layer),
-                rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
-            )
+            LookupMark(layer=layer, hash_ready=ready, rows=launch.rows, tiles=launch.tiles, grid=launch.grid,
+                       **{name: self.ns(name, layer) for name in _TIMES})
             for layer, launch in sorted(launches.items())
         )  # fmt: skip
 
@@ -80,8 +68,27 @@ class Marks:
             for name, layer in self._spans
         )
 
-    def _event(self) -> Any:
-        return self._cuda.Event(enable_timing=True)
+    def _now(self) -> Any:
+        return time.perf_counter_ns()
+
+
+class Marks(HostMarks):
+    """Events on the stream that is current: the one that launches what they bound.  Read after a synchronise."""
+
+    def __init__(self, cuda: Any, *, full: bool) -> None:
+        super().__init__(full=full)
+        self._cuda = cuda
+        self._base, self._base_ns = self._now(), time.perf_counter_ns()
+
+    def ns(self, name: str, layer: int = -1) -> int:
+        """When the GPU passed the mark; an idle GPU passes the base as the host records it."""
+        milliseconds: float = self._base.elapsed_time(self._at[name, layer])
+        return self._base_ns + round(milliseconds * 1e6)
+
+    def _now(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream())
+        return event
 
 
 def spin(nanoseconds: int) -> None:
@@ -102,16 +109,14 @@ def self_test(cuda: Any, kernel: Callable[[int], None] = spin) -> dict[int, int]
 
 
 def _measure(cuda: Any, kernel: Callable[[int], None], length: int) -> int:
-    marks = Marks(cuda, full=True)
-    begin = time.perf_counter_ns()
+    marks, begin = Marks(cuda, full=True), time.perf_counter_ns()
     kernel(_HEAD_START_NS)  # the stream is busy until everything below is enqueued: no launch latency is timed
     with marks.span("spin", -1):
         kernel(length)
     cuda.synchronize()
     host = time.perf_counter_ns() - begin
     (span,) = marks.spans()
-    measured = span.end - span.start
-    slack = round(length * _TOLERANCE)
+    measured, slack = span.end - span.start, round(length * _TOLERANCE)
     if not length - slack <= measured <= min(length + slack + _LAUNCH_NS, host + RESOLUTION_NS):
         raise EngramError(
             f"a kernel of {length} ns measured {measured} ns", code="timer-self-test", who="CUDA events",

@@ -72,11 +72,8 @@ class Topology:
     @property
     def memory_nodes(self) -> tuple[NumaNode, ...]:
         """Nodes that can hold a host table for this process: memory, not a GPU's, allowed."""
-        return tuple(
-            node
-            for node in self.nodes
-            if node.has_memory and not node.gpu_memory and (not self.mems_allowed or node.id in self.mems_allowed)
-        )
+        allowed = self.mems_allowed or [node.id for node in self.nodes]
+        return tuple(node for node in self.nodes if node.has_memory and not node.gpu_memory and node.id in allowed)
 
     def node(self, number: int) -> NumaNode | None:
         return next((node for node in self.nodes if node.id == number), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_engram.model.words import SCHEMA_VERSION, Claim
@@ -28,6 +28,7 @@ class PlacementPlan:
     policy: str
     backing: str
     tables: tuple[TablePlan, ...]
+    notes: tuple[str, ...] = ()  # what the placement costs that its tables do not show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,4 +140,5 @@ class Plan:
     rows: int
     engram_layers: int = 2
     deadline_s: float = 60.0
+    user: dict[str, str] = field(default_factory=dict)  # a project's own entries in every fingerprint
     schema: int = SCHEMA_VERSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import signal
 import subprocess
@@ -47,19 +48,18 @@ class Hub:
 
     def serve(self) -> list[Any]:
         """Results by rank; raises ``PeerError`` naming the rank that failed, died or fell silent."""
-        while not all(member.done for member in self.members):
-            self._turn()
+        while owing := [member for member in self.members if not member.done]:
+            for key, _ in self._selector.select(max(0.0, min(1.0, *map(self._left, owing)))):
+                self._read(key.data)
+            if silent := [member for member in self.members if self._left(member) < 0]:
+                raise self._silence(silent)
         return [member.result for member in self.members]
 
     def tell(self, error: EngramError, grace_s: float) -> None:
         """Tell every rank, then wait until those that are still well have hung up, at most ``grace_s``."""
-        for member in self.members:
-            with contextlib.suppress(OSError):
-                member.channel.send({"op": "failed", "error": error.to_wire()})
+        self._send(self.members, {"error": error.to_wire()})
         end = time.monotonic() + grace_s
-        while (left := end - time.monotonic()) > 0 and any(
-            not member.gone and not self._is_silent(member) for member in self.members
-        ):
+        while (left := end - time.monotonic()) > 0 and any(not m.gone and self._left(m) >= 0 for m in self.members):
             for key, _ in self._selector.select(left):
                 if key.data.channel.poll() is None:
                     self._drop(key.data)
@@ -70,34 +70,21 @@ class Hub:
         for member in self.members:
             member.channel.close()
 
-    def _turn(self) -> None:
-        patience = min((self._left(member) for member in self.members if self._owes(member)), default=0.0)
-        for key, _ in self._selector.select(max(0.0, patience)):
-            self._read(key.data)
-        silent = [member for member in self.members if self._is_silent(member)]
-        if silent:
-            raise self._silence(silent)
-
-    @staticmethod
-    def _owes(member: Member) -> bool:
-        return not member.done and member.waiting is None
-
     def _left(self, member: Member) -> float:
+        """Seconds until the member has been silent for too long; no end while it waits, or after its result."""
+        if member.done or member.waiting is not None:
+            return math.inf
         allowed = self.deadline_s if member.started else max(self.deadline_s, _START_S)
         return member.heard + allowed - time.monotonic()
-
-    def _is_silent(self, member: Member) -> bool:
-        return self._owes(member) and self._left(member) < 0
 
     def _read(self, member: Member) -> None:
         frames = member.channel.poll()
         if frames is None:
             self._drop(member)
             if not member.done:
-                raise self._death(member)
-            return
+                raise _blame(member, _death(member), code="peer-died")
         member.heard, member.started = time.monotonic(), True
-        for frame in frames:
+        for frame in frames or ():
             self._take(member, frame)
 
     def _take(self, member: Member, frame: Frame) -> None:
@@ -115,44 +102,46 @@ class Hub:
 
     def _answer(self) -> None:
         waiting = [member for member in self.members if member.waiting is not None]
-        if not waiting or any(self._owes(member) for member in self.members):
+        if not waiting or any(not member.done and member.waiting is None for member in self.members):
             return
         steps = {member.rank: "the end" if member.done else member.step for member in self.members}
         if len(set(steps.values())) > 1:
             told = ", ".join(f"rank {rank} is at {step}" for rank, step in steps.items())
             raise _blame(waiting[0], f"the ranks do not meet: {told}", code="ranks-do-not-meet")
-        values = [member.waiting[0] for member in waiting if member.waiting]
+        values = [value for member in waiting for value in member.waiting or ()]
         for member in waiting:
             member.waiting, member.heard = None, time.monotonic()
-        for member in waiting:
+        self._send(waiting, {"values": values})
+
+    @staticmethod
+    def _send(members: Sequence[Member], frame: Frame) -> None:
+        for member in members:
             with contextlib.suppress(OSError):  # a dead rank is reported by its EOF
-                member.channel.send({"op": "go", "values": values})
+                member.channel.send(frame)
 
     def _drop(self, member: Member) -> None:
         if not member.gone:
             member.gone = True
             self._selector.unregister(member.channel)
 
-    def _death(self, member: Member) -> PeerError:
-        try:
-            status = member.process.wait(_EXIT_WAIT_S)
-        except subprocess.TimeoutExpired:
-            return _blame(member, "it closed its connection", code="peer-died")
-        if status < 0:
-            return _blame(member, f"it was killed by {signal.Signals(-status).name}", code="peer-died")
-        return _blame(member, f"it exited with status {status} before its result", code="peer-died")
-
     def _silence(self, silent: Sequence[Member]) -> PeerError:
-        waiting = [member.step for member in self.members if member.waiting is not None]
-        waited = f" while others wait at step {waiting[0]!r}" if waiting else ""
-        names = " and ".join(f"rank {member.rank} (step {member.step!r})" for member in silent)
+        waiting = [f" while others wait at step {m.step!r}" for m in self.members if m.waiting is not None]
         return PeerError(
-            f"nothing was heard for {self.deadline_s:g} s{waited}",
-            code="peer-deadline",
-            who=names,
+            f"nothing was heard for {self.deadline_s:g} s{''.join(waiting[:1])}", code="peer-deadline",
+            who=" and ".join(f"rank {member.rank} (step {member.step!r})" for member in silent),
             expected="a collective, an event or check() in that time",
             way_out="raise the deadline, or call group.check() between pieces of long work",
-        )
+        )  # fmt: skip
+
+
+def _death(member: Member) -> str:
+    try:
+        status = member.process.wait(_EXIT_WAIT_S)
+    except subprocess.TimeoutExpired:
+        return "it closed its connection"
+    if status < 0:
+        return f"it was killed by {signal.Signals(-status).name}"
+    return f"it exited with status {status} before its result"
 
 
 def _blame(member: Member, seen: str, *, code: str) -> PeerError:

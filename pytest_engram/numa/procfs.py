@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 
 from pytest_engram.errors import EngramError
 
-_OCTAL = re.compile(r"\\([0-7]{3})")
-_SMAPS_HEADER = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) *(.*)$")
-_SMAPS_FIELD = re.compile(r"^(\w+):\s+(\d+)(?: kB)?$")
-_MEMINFO = re.compile(r"^(?:Node (\d+) )?([\w()]+):\s+(\d+)(?: kB)?$")
+_SMAPS_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) *(.*)")
+_SMAPS_FIELD = re.compile(r"(\w+):\s+(\d+)(?: kB)?")
 _SPACED_POLICY = re.compile(r"(?<= )(weighted|prefer) (interleave|\(many\))")  # the kernel's names of two words
-_COUNTS = frozenset({"anon", "dirty", "mapped", "mapmax", "swapcache", "active", "writeback"})
+_COUNT = re.compile(r"(N\d+|anon|dirty|mapped|mapmax|swapcache|active|writeback|kernelpagesize_kB)=(\d+)")
 _FLAGS = frozenset({"heap", "stack", "huge"})
 
 
 def unescape(text: str) -> str:
     r"""Undo the octal escapes (``\040`` is a space) of seq_file names."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def parse_list(text: str) -> tuple[int, ...]:
@@ -56,33 +54,22 @@ class NumaMapsLine:
 
 def parse_numa_maps_line(line: str) -> NumaMapsLine:
     """One line of ``/proc/PID/numa_maps``."""
-    words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).split()
-    if len(words) < 2 or not re.fullmatch(r"[0-9a-f]+", words[0]):
+    start, *words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).split() or [""]
+    if not words or not re.fullmatch(r"[0-9a-f]+", start):
         raise _unknown("numa_maps line", line)
-    pages: dict[int, int] = {}
-    counts: dict[str, int] = {}
-    file: str | None = None
-    for word in words[2:]:
-        name, _, value = word.partition("=")
-        if name == "file":
-            file = unescape(value)
-        elif value.isdigit() and re.fullmatch(r"N\d+", name):
-            pages[int(name[1:])] = int(value)
-        elif value.isdigit() and (name in _COUNTS or name == "kernelpagesize_kB"):
-            counts[name] = int(value)
+    counts, file = dict[str, int](), None
+    for word in words[1:]:
+        if word.startswith("file="):
+            file = unescape(word.removeprefix("file="))
+        elif match := _COUNT.fullmatch(word):
+            counts[match[1]] = int(match[2])
         elif word not in _FLAGS:
             raise _unknown(f"numa_maps word {word!r}", line)
-    page_kb = counts.pop("kernelpagesize_kB", None)
-    flags = frozenset(words[2:]) & _FLAGS
+    pages = {int(name[1:]): counts.pop(name) for name in list(counts) if name.startswith("N")}
     return NumaMapsLine(
-        start=int(words[0], 16),
-        policy=words[1].replace("_", " "),
-        pages=pages,
-        page_kb=page_kb,
-        file=file,
-        flags=flags,
-        counts=counts,
-    )
+        start=int(start, 16), policy=words[0].replace("_", " "), pages=pages, file=file,
+        page_kb=counts.pop("kernelpagesize_kB", None), flags=_FLAGS.intersection(words[1:]), counts=counts,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +83,8 @@ class Vma:
     device: str  # major:minor, hexadecimal
     inode: int
     path: str
-    kb: dict[str, int]
-    vm_flags: tuple[str, ...] = ()
+    kb: dict[str, int] = field(default_factory=dict)
+    vm_flags: list[str] = field(default_factory=list)
 
     @property
     def identity(self) -> str:
@@ -107,66 +94,38 @@ class Vma:
 
 def parse_smaps(text: str) -> tuple[Vma, ...]:
     """All VMAs of ``/proc/PID/smaps`` (also of ``maps``, which has headers only)."""
-    return tuple(_vma(header, lines) for header, lines in _blocks(text))
-
-
-def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[str]]]:
-    header: re.Match[str] | None = None
-    lines: list[str] = []
+    vmas: list[Vma] = []
     for line in text.splitlines():
-        match = _SMAPS_HEADER.match(line)
-        if match is None and header is None:
-            raise _unknown("smaps line", line)
-        if match is None:
-            lines.append(line)
-            continue
-        if header:
-            yield header, lines
-        header, lines = match, []
-    if header:
-        yield header, lines
-
-
-def _vma(header: re.Match[str], lines: list[str]) -> Vma:
-    kb: dict[str, int] = {}
-    vm_flags: tuple[str, ...] = ()
-    for line in lines:
-        if line.startswith("VmFlags:"):
-            vm_flags = tuple(line.split()[1:])
-        elif match := _SMAPS_FIELD.match(line):
-            kb[match[1]] = int(match[2])
+        if header := _SMAPS_HEADER.fullmatch(line):
+            vmas.append(_vma(*header.groups()))
+        elif vmas and (found := _SMAPS_FIELD.fullmatch(line)):
+            vmas[-1].kb[found[1]] = int(found[2])
+        elif vmas and line.startswith("VmFlags:"):
+            vmas[-1].vm_flags.extend(line.split()[1:])
         else:
             raise _unknown("smaps line", line)
-    start, end, permissions, offset, device, inode, path = header.groups()
+    return tuple(vmas)
+
+
+def _vma(start: str, end: str, permissions: str, offset: str, device: str, inode: str, path: str) -> Vma:
     return Vma(
-        start=int(start, 16), end=int(end, 16), permissions=permissions, offset=int(offset, 16),
-        device=device, inode=int(inode), path=unescape(path), kb=kb, vm_flags=vm_flags,
+        start=int(start, 16), end=int(end, 16), permissions=permissions, offset=int(offset, 16), device=device,
+        inode=int(inode), path=unescape(path),
     )  # fmt: skip
 
 
 def parse_status(text: str) -> dict[str, str]:
     """``/proc/PID/status`` as printed, e.g. ``Cpus_allowed_list`` and ``Mems_allowed_list``."""
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise _unknown("status line", line)
-        fields[name] = value.strip()
-    return fields
+    return {found[1]: found[2] for found in _matches(r"([^:]+):\s*(.*)", text, "status line")}
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """``/proc/meminfo`` or one node's ``meminfo``: KiB per name (``HugePages_*`` are counts)."""
-    fields: dict[str, int] = {}
-    for line in text.splitlines():
-        match = _MEMINFO.match(line.strip())
-        if match is None:
-            raise _unknown("meminfo line", line)
-        fields[match[2]] = int(match[3])
-    return fields
+    form = r"(?:Node \d+ )?([\w()]+):\s+(\d+)(?: kB)?"
+    return {found[1]: int(found[2]) for found in _matches(form, text, "meminfo line")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mount:
     """One line of ``/proc/mounts``."""
 
@@ -179,26 +138,25 @@ class Mount:
 def parse_mounts(text: str) -> tuple[Mount, ...]:
     """``/proc/mounts``, in mount order (a later line hides an earlier one of the same point)."""
     mounts = []
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) != 6:
-            raise _unknown("mounts line", line)
-        options = {name: value for name, _, value in (option.partition("=") for option in words[3].split(","))}
-        mounts.append(Mount(device=words[0], point=unescape(words[1]), kind=words[2], options=options))
+    for found in _matches(r"(\S+) (\S+) (\S+) (\S+) \S+ \S+", text, "mounts line"):
+        options = {name: value for name, _, value in (option.partition("=") for option in found[4].split(","))}
+        mounts.append(Mount(found[1], unescape(found[2]), found[3], options))
     return tuple(mounts)
 
 
 def mount_of(path: str, mounts: tuple[Mount, ...]) -> Mount | None:
     """The mount that ``path`` lies on: the longest mount point, the last of equals."""
-    best: Mount | None = None
-    for mount in mounts:
-        inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
-        if inside and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
+    around = [mount for mount in mounts if f"{path}/".startswith(f"{mount.point.rstrip('/')}/")]
+    return max(reversed(around), key=lambda mount: len(mount.point), default=None)
+
+
+def _matches(form: str, text: str, what: str) -> Iterator[re.Match[str]]:
+    for line in map(str.strip, text.splitlines()):
+        if not (found := re.fullmatch(form, line)):
+            raise _unknown(what, line)
+        yield found
 
 
 def _unknown(what: str, line: str) -> EngramError:
-    return EngramError(
-        f"{what} not understood: {line!r}", code="unknown-proc-text", way_out="report this kernel's text"
-    )
+    seen = f"{what} not understood: {line!r}"
+    return EngramError(seen, code="unknown-proc-text", way_out="report this kernel's text")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from pytest_engram.numa.backing import Backing
 from pytest_engram.numa.group import Group
 
 Bytes = npt.NDArray[np.uint8]
-_BASE_PAGE = 4096
 
 
 class Registration(Protocol):
@@ -87,8 +87,9 @@ class SharedTable:
     def audit(self, moment: Moment) -> PageDistribution:
         """Where this rank's mapping lies now; coverage equals the table and both routes agree, else an error."""
         distribution = pages.audit_range(
-            self.address, self.backing.nbytes, rank=self.rank, moment=moment, table=self.index, identity=self.identity
-        )
+            self.address, self.backing.nbytes, rank=self.rank, moment=moment, table=self.index, identity=self.identity,
+            page_bytes=self.backing.page_bytes,
+        )  # fmt: skip
         self.distributions.append(distribution)
         return distribution
 
@@ -106,27 +107,23 @@ class SharedTable:
     def step(self, name: str, group: Group) -> Iterator[Note]:
         """Announce a protocol step and append its receipt: seconds, faults and residency before and after."""
         group.check(step=name)
-        note = Note()
-        residency, faults, begin = self._residency(), _minor_faults(), time.monotonic()
+        note, counts, begin = Note(), self._counts(), time.monotonic()
         yield note
-        seconds, faults_after = time.monotonic() - begin, _minor_faults()
-        objects, mapped = (_pair(*counts) for counts in zip(residency, self._residency(), strict=True))
+        seconds, after = time.monotonic() - begin, self._counts()
+        faults, objects, mapped = (None if None in pair else pair for pair in zip(counts, after, strict=True))
         self.receipts.append(
             StepReceipt(
-                step=name, rank=self.rank, seconds=seconds, minor_faults=(faults, faults_after),
-                object_pages=objects, mapped_pages=mapped, not_applicable=note.not_applicable, detail=note.detail,
+                step=name, rank=self.rank, seconds=seconds, minor_faults=faults or (0, 0), object_pages=objects,
+                mapped_pages=mapped, not_applicable=note.not_applicable, detail=note.detail,
             )
         )  # fmt: skip
 
-    def _residency(self) -> tuple[int | None, int | None]:
+    def residency(self) -> tuple[int | None, int | None]:
         """Bytes of the object, whoever faulted them, and bytes that this rank maps."""
         mapped = pages.mapped_bytes(self.address, self.backing.nbytes) if self.backing.is_mapped else None
         return self.backing.allocated_bytes, mapped
 
-
-def _pair(before: int | None, after: int | None) -> tuple[int, int] | None:
-    return None if before is None or after is None else (before // _BASE_PAGE, after // _BASE_PAGE)
-
-
-def _minor_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    def _counts(self) -> list[Any]:
+        """Minor faults so far, pages of the object, pages that this rank maps."""
+        sizes = [None if size is None else size // mmap.PAGESIZE for size in self.residency()]
+        return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt, *sizes]

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pytest_engram.errors import NotMeasurable, PlacementError, UsageError
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
-from pytest_engram.numa import _syscalls, capacity, pages
+from pytest_engram.numa import _syscalls, capacity
 from pytest_engram.numa.backing import BACKINGS
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.populate import populate
-from pytest_engram.numa.shared import Registration, SharedTable
+from pytest_engram.numa.shared import Note, Registration, SharedTable
 
 __all__ = ["Progress", "Registration", "SharedTable", "build_table"]
 
@@ -27,16 +27,10 @@ _WEIGHTS = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
 
 
 def build_table(
-    group: Group,
-    placement: PlacementPlan,
-    num_bytes: int,
-    *,
-    register: Callable[[SharedTable], Registration] | None = None,
-    progress: Progress | None = None,
-    reserve_bytes: int | None = None,
-    threads: int | None = None,
-    order: str = "placed",
-) -> SharedTable:
+    group: Group, placement: PlacementPlan, num_bytes: int, *,
+    register: Callable[[SharedTable], Registration] | None = None, progress: Progress | None = None,
+    reserve_bytes: int | None = None, threads: int | None = None, order: str = "placed",
+) -> SharedTable:  # fmt: skip
     """This rank's table of ``placement``, ``num_bytes`` long, with its pages placed, pre-touched and registered.
 
     ``register`` pins the mapping in this rank; without it the pages are only mapped (read) so that this rank's audit
@@ -61,14 +55,12 @@ def _table_of(rank: int, placement: PlacementPlan, num_bytes: int) -> SharedTabl
             f"{len(mine)} tables of {num_bytes} bytes list this rank", code="bad-placement", who=f"rank {rank}",
             where=f"policy {placement.policy}", expected="exactly one table with at least one byte",
         )  # fmt: skip
-    kind = BACKINGS.get(placement.backing)
-    if kind is None:
-        raise UsageError(
-            f"unknown backing {placement.backing!r}", code="unknown-backing", where="placement",
-            expected=f"one of {', '.join(BACKINGS)}",
-        )  # fmt: skip
-    index, plan = mine[0]
-    return SharedTable(plan=plan, index=index, nbytes=num_bytes, rank=rank, backing=kind(num_bytes))
+    if placement.backing not in BACKINGS:
+        seen, known = f"unknown backing {placement.backing!r}", f"one of {', '.join(BACKINGS)}"
+        raise UsageError(seen, code="unknown-backing", where="placement", expected=known)
+    ((index, plan),) = mine
+    backing = BACKINGS[placement.backing](num_bytes)
+    return SharedTable(plan=plan, index=index, nbytes=num_bytes, rank=rank, backing=backing)
 
 
 @dataclass
@@ -78,31 +70,35 @@ class _Build:
     table: SharedTable
     group: Group
     placement: PlacementPlan
-    register: Callable[[SharedTable], Registration] | None
+    register_with: Callable[[SharedTable], Registration] | None
     progress: Progress | None
     reserve_bytes: int | None
     threads: int | None
     order: str
 
     def run(self) -> None:
-        orders = {"placed": (self.policy, self.populate, self.registered), "stock": (self.registered, self.policy)}
+        orders = {"placed": (self.policy, self.populate, self.register), "stock": (self.register, self.policy)}
         if self.order not in orders:
             raise UsageError(f"unknown order {self.order!r}", code="bad-order", expected="placed or stock")
-        for step in (self.create, self.map, *orders[self.order], self.audit):
-            step()
+        self.create()
+        for step in (self.map, *orders[self.order], self.audit):
+            with self.table.step(step.__name__, self.group) as note:
+                step(note)
+            self.group.barrier(step="barrier" if step.__name__ == "populate" else step.__name__)
 
     def create(self) -> None:
-        handle = None
-        with self.table.step("create", self.group) as note:
-            if self.table.leads:
-                self._check_capacity()
-                handle = self.table.backing.create()
+        table, handle = self.table, None
+        with table.step("create", self.group) as note:
+            if table.leads:
+                free = capacity.live_memory(), capacity.shm_free(), capacity.cgroup_free()
+                capacity.check_capacity(self.placement, table.backing.nbytes, *free, reserve=self.reserve_bytes)
+                handle = table.backing.create()
             else:
                 note.not_applicable = "the leader creates"
         self.group.check(step="broadcast")
         handles = self.group.all_gather(handle, step="broadcast")
-        if not self.table.leads:
-            self._attach(handles[self.table.plan.ranks[0]])
+        if not table.leads:
+            self._attach(handles[table.plan.ranks[0]])
 
     def _attach(self, handle: dict[str, str]) -> None:
         try:
@@ -114,94 +110,68 @@ class _Build:
                 time.sleep(0.01)
             raise
 
-    def map(self) -> None:
-        with self.table.step("map", self.group):
-            self.table.backing.map()
-        self.group.barrier(step="map")
+    def map(self, _note: Note) -> None:
+        self.table.backing.map()
 
-    def policy(self) -> None:
+    def policy(self, note: Note) -> None:
         plan, backing = self.table.plan, self.table.backing
-        with self.table.step("policy", self.group) as note:
-            if self.order == "placed" and self.table.leads:
-                self._require_untouched()
-            if plan.mode == "default":
-                note.not_applicable = "the default policy is no policy"
-            elif self.table.leads or backing.policy_per_mapper:
-                self._set_policy()
-                note.detail = f"mbind {plan.mode} {plan.nodes}"
-            else:
-                note.not_applicable = "the policy belongs to the object; the leader sets it"
-        self.group.barrier(step="policy")
+        if self.order == "placed" and self.table.leads:
+            _require_untouched(self.table)
+        if plan.mode == "default":
+            note.not_applicable = "the default policy is no policy"
+        elif self.table.leads or backing.policy_per_mapper:
+            if plan.mode == "weighted-interleave":
+                _require_weights(plan)
+            note.detail = f"mbind {plan.mode} {plan.nodes}"
+            try:
+                _syscalls.mbind(backing.address, backing.nbytes, _syscalls.MODES[plan.mode], plan.nodes)
+            except OSError as error:
+                raise _syscalls.refused(error, f"policy {plan.mode} {plan.nodes}") from error
+        else:
+            note.not_applicable = "the policy belongs to the object; the leader sets it"
 
-    def populate(self) -> None:
-        with self.table.step("populate", self.group) as note:
-            if self.table.leads:
-                note.detail = populate(self.table.backing, self._progress, write=True, threads=self.threads)
-            else:
-                note.not_applicable = "the leader touches every page"
-        self.group.barrier(step="barrier")
+    def populate(self, note: Note) -> None:
+        if self.table.leads:
+            note.detail = populate(self.table.backing, self._tick, write=True, threads=self.threads)
+        else:
+            note.not_applicable = "the leader touches every page"
 
-    def registered(self) -> None:
-        with self.table.step("register", self.group) as note:
-            if self.register:
-                self.table.registration = self.register(self.table)
-            else:  # in stock order this stands for registration, which faults untouched pages with write intent
-                write = self.order == "stock"
-                note.not_applicable = "nothing to register with: the pages are only mapped"
-                note.detail = populate(self.table.backing, self._alive, write=write, threads=self.threads)
-        self.group.barrier(step="register")
+    def register(self, note: Note) -> None:
+        if self.register_with:
+            self.table.registration = self.register_with(self.table)
+        else:  # in stock order this stands for registration, which faults untouched pages with write intent
+            note.not_applicable = "nothing to register with: the pages are only mapped"
+            write, alive = self.order == "stock", lambda *_: self.group.check()
+            note.detail = populate(self.table.backing, alive, write=write, threads=self.threads)
 
-    def audit(self) -> None:
-        with self.table.step("audit", self.group):
-            self.table.audit(Moment.REGISTERED)
-        self.group.barrier(step="audit")
+    def audit(self, _note: Note) -> None:
+        self.table.audit(Moment.REGISTERED)
 
-    def _check_capacity(self) -> None:
-        capacity.check_capacity(
-            self.placement, self.table.backing.nbytes, capacity.live_memory(), capacity.shm_free(),
-            capacity.cgroup_free(), reserve=self.reserve_bytes,
-        )  # fmt: skip
-
-    def _require_untouched(self) -> None:
-        mapped = pages.mapped_bytes(self.table.address, self.table.backing.nbytes)
-        allocated = self.table.backing.allocated_bytes or 0
-        if mapped or allocated:
-            raise PlacementError(
-                f"{allocated} bytes are allocated and {mapped} mapped before the policy is set", code="already-touched",
-                where="policy", expected="no resident page", way_out="find who touched the table: mbind moves no page",
-            )  # fmt: skip
-
-    def _set_policy(self) -> None:
-        plan, backing = self.table.plan, self.table.backing
-        if plan.mode == "weighted-interleave":
-            _require_weights(plan)
-        try:
-            _syscalls.mbind(backing.address, backing.nbytes, _syscalls.MODES[plan.mode], plan.nodes)
-        except OSError as error:
-            raise _syscalls.refused(error, f"policy {plan.mode} {plan.nodes}") from error
-
-    def _progress(self, done: int, total: int) -> None:
-        self._alive(done, total)
+    def _tick(self, done: int, total: int) -> None:
+        self.group.check()
         if self.progress:
             self.progress(done, total)
 
-    def _alive(self, _done: int, _total: int) -> None:
-        self.group.check()
+
+def _require_untouched(table: SharedTable) -> None:
+    allocated, mapped = table.residency()
+    if mapped or allocated:
+        seen = f"{allocated or 0} bytes are allocated and {mapped or 0} mapped before the policy is set"
+        raise PlacementError(
+            seen, code="already-touched", where="policy", expected="no resident page",
+            way_out="find who touched the table: mbind moves no page",
+        )  # fmt: skip
 
 
 def _require_weights(plan: TablePlan) -> None:
     """The weights are the machine's, in sysfs: they are verified, never changed."""
     for node, weight in zip(plan.nodes, plan.weights, strict=True):
-        file = _WEIGHTS / f"node{node}"
+        file, expected = _WEIGHTS / f"node{node}", "Linux 6.9 or later"
         try:
             seen = int(file.read_text())
         except OSError as error:
-            raise NotMeasurable(
-                f"{file}: {error.strerror}",
-                code="no-weighted-interleave",
-                where="policy",
-                expected="Linux 6.9 or later",
-            ) from error
+            why = f"{file}: {error.strerror}"
+            raise NotMeasurable(why, code="no-weighted-interleave", where="policy", expected=expected) from error
         if seen != weight:
             raise NotMeasurable(
                 f"node {node} has weight {seen}", code="other-weights", where="policy", expected=f"{weight}",

@@ -59,15 +59,11 @@ def read_hypervisor(tree: Tree) -> str | None:
 
 def _node(tree: Tree, number: int, ids: tuple[int, ...]) -> NumaNode:
     base = f"{_NODE}/node{number}"
-
-    def columns(text: str) -> dict[int, int]:
-        return dict(zip(ids, map(int, text.split()), strict=True))
-
     return NumaNode(
         id=number,
         cpus=tree.need_numbers(f"{base}/cpulist"),
         distances=parsed(
-            columns, tree.need(f"{base}/distance"),
+            lambda text: dict(zip(ids, map(int, text.split()), strict=True)), tree.need(f"{base}/distance"),
             where=f"/{base}/distance", expected=f"{len(ids)} numbers, one per online node",
         ),
         hugepages={

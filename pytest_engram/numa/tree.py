@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,13 +55,6 @@ class Tree:
         """Entries of a folder that match ``pattern`` whole, shorter names first, so that numbers are in order."""
         entries = (entry.name for entry in (self.root / folder).glob("*"))
         return sorted(filter(re.compile(pattern).fullmatch, entries), key=lambda name: (len(name), name))
-
-    def link(self, name: str) -> str | None:
-        """What a symbolic link says, unresolved (``ipc:[4026531839]``), or None where it cannot be read."""
-        try:
-            return os.readlink(self.root / name)
-        except OSError:
-            return None
 
 
 def parsed(parse: Callable[[str], Parsed], text: str, *, where: str, expected: str) -> Parsed:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,11 +18,12 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from pytest_engram.errors import EngramError, PeerError, UsageError
+from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa import _syscalls
-from pytest_engram.numa.group import Channel, Frame, LocalGroup
+from pytest_engram.numa.group import Channel, LocalGroup
 from pytest_engram.numa.hub import Hub, Member
 
 GRACE_S = 3.0  # for well ranks to undo what they registered, after one failed
@@ -62,18 +63,11 @@ def run_world(
 
 
 def _serve(hub: Hub, entry: str, payload: Any, ranks: Sequence[RankSpec]) -> list[Any]:
+    start = {"entry": entry, "payload": payload, "parent": os.getpid(), "heartbeat_s": min(1.0, hub.deadline_s / 4)}
     try:
         for member, spec in zip(hub.members, ranks, strict=True):
-            heartbeat = min(1.0, hub.deadline_s / 4)
-            start = {
-                "entry": entry,
-                "payload": payload,
-                "cpus": spec.cpus,
-                "parent": os.getpid(),
-                "heartbeat": heartbeat,
-            }
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a stillborn rank is reported by its EOF
-                member.channel.send(start)
+                member.channel.send({**start, "cpus": spec.cpus})
         results = hub.serve()
     except PeerError as error:
         hub.tell(error, GRACE_S)
@@ -92,12 +86,9 @@ def _spawn(rank: int, size: int, spec: RankSpec, python: str) -> Member:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     with theirs:
         process = subprocess.Popen(
-            [python, "-m", __spec__.name, str(theirs.fileno()), str(rank), str(size)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=environment,
-            start_new_session=True,
-        )
+            [python, "-m", __spec__.name, *map(str, (theirs.fileno(), rank, size))], env=environment,
+            stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
     return Member(rank=rank, channel=Channel(ours), process=process)
 
 
@@ -123,51 +114,34 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def load_entry(entry: str) -> Callable[[Any, Any], Any]:
     """The function behind "pkg.mod:function" or "path/file.py:function"."""
     place, _, name = entry.rpartition(":")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None:
-            raise UsageError(f"cannot load {place}", code="bad-entry", where=entry)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
+    module = SimpleNamespace(**runpy.run_path(place)) if place.endswith(".py") else importlib.import_module(place)
     function: Callable[[Any, Any], Any] = getattr(module, name)
     return function
 
 
-def _first_frame(channel: Channel) -> Frame | None:
+def main(arguments: Sequence[str]) -> int:
+    """Run as one rank: descriptor of the socket, rank, size."""
+    descriptor, rank, size = map(int, arguments)
+    _syscalls.die_with_parent(signal.SIGKILL)
+    channel = Channel(socket.socket(fileno=descriptor))
     while not (frames := channel.poll()):
         if frames is None:
-            return None
-    return frames[0]
-
-
-def _run_rank(channel: Channel, rank: int, size: int, start: Frame) -> int:
-    group = LocalGroup(channel, rank, size, heartbeat_s=start["heartbeat"])
+            return 1
+    start = frames[0]
+    if os.getppid() != start["parent"]:  # the launcher died before it could be watched
+        return 1
+    group = LocalGroup(channel, rank, size, heartbeat_s=start["heartbeat_s"])
     try:
         if start["cpus"]:
             os.sched_setaffinity(0, start["cpus"])
         group.finish(load_entry(start["entry"])(group, start["payload"]))
-    except EngramError as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is reported, then the process ends
+        if not isinstance(error, EngramError):
+            traceback.print_exc()
+            error = EngramError(f"{type(error).__name__}: {error}", code="unexpected-error")
         group.fail(error)
         return 1
-    except BaseException as error:  # noqa: BLE001 - whatever ended this rank is reported, then the process ends
-        traceback.print_exc()
-        group.fail(EngramError(f"{type(error).__name__}: {error}", code="unexpected-error"))
-        return 1
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run as one rank: descriptor of the socket, rank, size."""
-    descriptor, rank, size = (int(argument) for argument in arguments)
-    _syscalls.die_with_parent(signal.SIGKILL)
-    channel = Channel(socket.socket(fileno=descriptor))
-    start = _first_frame(channel)
-    if start is None or os.getppid() != start["parent"]:  # the launcher died before the line above took effect
-        return 1
-    return _run_rank(channel, rank, size, start)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from pytest_engram import codec
 from pytest_engram.errors import NotMeasurable, UsageError
-from pytest_engram.model import Evidence, RunRecord
+from pytest_engram.model import Evidence
 from pytest_engram.report import strict
 
 
@@ -25,17 +26,13 @@ class ReplayClock:
     __name__ = "pytest_engram.replay"  # what pytest-benchmark writes as the name of its timer
 
     def __init__(self, samples: tuple[float, ...]) -> None:
-        self._samples = iter(samples)
-        self.left = len(samples)
-        self._started = False
+        self._readings = chain((0.0,), chain.from_iterable((sample, 0.0) for sample in samples))
+        self.left = 2 * len(samples)
 
     def __call__(self) -> float:
         """Seconds: 0.0 at the start of a round, the sample at its end."""
-        self._started = not self._started
-        if self._started:
-            return 0.0
         self.left -= 1
-        return next(self._samples)
+        return next(self._readings)
 
 
 def headline(evidence: Evidence) -> str:
@@ -46,8 +43,11 @@ def headline(evidence: Evidence) -> str:
 
 def benchmark_rounds(evidence: Evidence, arm: str) -> tuple[float, ...]:
     """The arm's headline samples in seconds: every lookup of its marked steps, or every unmarked step, as run."""
-    read = _lookups if headline(evidence) == "lookup" else _steps
-    return tuple(ns / 1e9 for run in evidence.runs if run.arm == arm for ns in read(run))
+    runs = [run for run in evidence.runs if run.arm == arm]
+    if headline(evidence) == "step":
+        return tuple(ns / 1e9 for run in runs for sample in run.compute for ns in sample.step_ns)
+    marks = (mark for run in runs for sample in run.overlap for line in sample.timelines for mark in line.lookups)
+    return tuple((mark.done - mark.start) / 1e9 for mark in marks)
 
 
 def publish(request: pytest.FixtureRequest, evidence: Evidence, arm: str) -> None:
@@ -57,13 +57,11 @@ def publish(request: pytest.FixtureRequest, evidence: Evidence, arm: str) -> Non
     fixture itself.  Raises ``NotMeasurable`` where there is nothing to publish or nobody listens.
     """
     rounds = benchmark_rounds(evidence, arm)
-    who = f"{evidence.plan.experiment.id} arm {arm}"
+    name, who = evidence.plan.experiment.id, f"{evidence.plan.experiment.id} arm {arm}"
     if not rounds:
         raise NotMeasurable(f"no {headline(evidence)} samples", code="no-samples", who=who)
     clock = ReplayClock(rounds)
-    request.node.add_marker(
-        pytest.mark.benchmark(timer=clock, group=f"engram {evidence.plan.experiment.id}"), append=False
-    )
+    request.node.add_marker(pytest.mark.benchmark(timer=clock, group=f"engram {name}"), append=False)
     benchmark = request.getfixturevalue("benchmark")
     benchmark.extra_info["engram"] = extra_info(evidence, arm)
     benchmark.pedantic(lambda: None, rounds=len(rounds), iterations=1, warmup_rounds=0)
@@ -80,72 +78,40 @@ def extra_info(evidence: Evidence, arm: str) -> dict[str, Any]:
     """What a reader of one benchmark must know, JSON-safe: what was timed, of which protocol, and whether correct."""
     runs = [run for run in evidence.runs if run.arm == arm]
     checks = [check for run in runs for check in (*run.correctness_before, *run.correctness_after) if check.supported]
-    clean, _ = strict.finite(
-        {
-            "experiment": evidence.plan.experiment.id,
-            "arm": arm,
-            "metric": headline(evidence),
-            "subject": evidence.plan.experiment.subject,
-            "protocol_hash": evidence.plan.protocol_hash,
-            "runs": len(runs),
-            "correctness_passed": sum(check.passed for check in checks),
-            "correctness_failed": sum(not check.passed for check in checks),
-            "problems": [problem.code for run in runs for problem in run.problems],
-            "fingerprint": runs[0].fingerprint if runs else {},
-        }
-    )
-    return dict(clean)
+    return {
+        "experiment": evidence.plan.experiment.id, "arm": arm, "metric": headline(evidence), "runs": len(runs),
+        "subject": evidence.plan.experiment.subject, "protocol_hash": evidence.plan.protocol_hash,
+        "correctness_passed": sum(check.passed for check in checks),
+        "correctness_failed": sum(not check.passed for check in checks),
+        "problems": [problem.code for run in runs for problem in run.problems],
+        "fingerprint": runs[0].fingerprint if runs else {},
+    }  # fmt: skip
 
 
 def json_path(config: pytest.Config) -> Path | None:
     """Where ``--benchmark-json`` points; pytest-benchmark before 5.2 kept an open file there."""
     option = config.getoption("benchmark_json", None)
-    return None if not option else Path(getattr(option, "name", option) if not isinstance(option, Path) else option)
+    return Path(option if isinstance(option, Path) else getattr(option, "name", option)) if option else None
 
 
 def add_engram_section(path: Path, section: Mapping[str, Any]) -> None:
     """Put the section into pytest-benchmark's file, or write a whole file where it wrote none or 0 bytes.
 
-    The result is strict JSON and replaces the old file in one rename.  A file that is there but is no JSON is kept
-    as ``<name>.broken``.
+    The result is strict JSON and replaces the old file in one rename: NaN becomes null and is listed.  A file that is
+    there but is no JSON is kept as ``<name>.broken``.
     """
-    tree = _existing(path)
-    merge_section(tree, section)
-    codec.write_atomic(path, strict.dumps(tree))
-
-
-def merge_section(output_json: dict[str, Any], section: Mapping[str, Any]) -> None:
-    """The same in place, for ``pytest_benchmark_update_json``; NaN elsewhere becomes null and is listed."""
-    clean, lost = strict.finite({**output_json, "engram": dict(section)})
-    clean["engram"]["replaced"] = [*clean["engram"].get("replaced", ()), *lost]
-    output_json.clear()
-    output_json.update(clean)
+    clean, lost = strict.finite({**_existing(path), "engram": section})
+    clean["engram"]["replaced"] += lost
+    codec.write_atomic(path, strict.dumps(clean))
 
 
 def _existing(path: Path) -> dict[str, Any]:
+    """What pytest-benchmark wrote, else what its own readers expect of a file without benchmarks."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    if not text.strip():
-        return _empty()
     try:
-        tree = json.loads(text)
-    except ValueError:
-        tree = None
-    if isinstance(tree, dict):
-        return tree
-    codec.write_atomic(path.with_name(f"{path.name}.broken"), text.encode())
-    return _empty()
-
-
-def _empty() -> dict[str, Any]:
-    """What pytest-benchmark's own readers expect of a file without benchmarks."""
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        if text.strip():
+            codec.write_atomic(path.with_name(f"{path.name}.broken"), text.encode())
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     return {"machine_info": {}, "commit_info": {}, "benchmarks": [], "datetime": now, "version": None}
-
-
-def _lookups(run: RunRecord) -> list[int]:
-    marks = (mark for sample in run.overlap for timeline in sample.timelines for mark in timeline.lookups)
-    return [mark.done - mark.start for mark in marks]
-
-
-def _steps(run: RunRecord) -> list[int]:
-    return [ns for sample in run.compute for ns in sample.step_ns]

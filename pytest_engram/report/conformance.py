@@ -17,11 +17,9 @@ OUTCOMES = ("fail", "declared difference", "pass", "not supported")  # the first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One engine version: its receipt, its declarations and one (outcome, sample) per case, in the order of cases."""
+    """One engine version, and one (outcome, sample) per case in the order of cases."""
 
-    name: str
-    receipt: dict[str, str]
-    differences: dict[str, str]
+    backend: Backend
     results: tuple[tuple[str, CorrectnessSample], ...]
 
     def line(self, contract: str) -> str:
@@ -54,20 +52,16 @@ def conformance_main(specs: Sequence[str], out: TextIO, engine: str | None = Non
 
 def conformance(backends: Sequence[Backend], seed: int = 0, *, engine: str | None = None) -> Conformance:
     """Run all cases on every backend (``engine`` as in :func:`~pytest_engram.checks.check`); never raises for one."""
-    return Conformance(seed=seed, columns=tuple(_column(backend, seed, engine) for backend in backends))
+    columns = []
+    for backend in backends:
+        samples = [check(backend, case, seed=seed, engine=engine) for case in CASES]
+        columns.append(Column(backend=backend, results=tuple((_outcome(sample), sample) for sample in samples)))
+    return Conformance(seed=seed, columns=tuple(columns))
 
 
 def render(result: Conformance) -> str:
     """Markdown: the table, what failed and what is declared, and the receipts that prove what ran."""
     return "\n".join(_lines(result))
-
-
-def _column(backend: Backend, seed: int, engine: str | None) -> Column:
-    samples = [check(backend, case, seed=seed, engine=engine) for case in CASES]
-    return Column(
-        name=backend.name, receipt=backend.receipt(), differences=dict(backend.differences),
-        results=tuple((_outcome(sample), sample) for sample in samples),
-    )  # fmt: skip
 
 
 def _outcome(sample: CorrectnessSample) -> str:
@@ -78,16 +72,14 @@ def _outcome(sample: CorrectnessSample) -> str:
 
 def _lines(result: Conformance) -> Iterator[str]:
     yield from (f"# Engram contract conformance (seed {result.seed})", "")
-    lines: dict[str, list[str]] = {}
+    cases: dict[str, list[str]] = {}
     for case in CASES:
-        lines.setdefault(case.contract, []).append(case.name)
-    head = ("line", "cases", *(column.name for column in result.columns))
-    yield from table(
-        head, [(name, ", ".join(cases), *(c.line(name) for c in result.columns)) for name, cases in lines.items()]
-    )
+        cases.setdefault(case.contract, []).append(case.name)
+    head = ("line", "cases", *(column.backend.name for column in result.columns))
+    yield from table(head, [(line, ", ".join(cases[line]), *(c.line(line) for c in result.columns)) for line in cases])
     for column in result.columns:
-        yield from (f"## {column.name}", "")
+        yield from (f"## {column.backend.name}", "")
         shown = [(outcome, explain(sample)) for outcome, sample in column.results if outcome != "pass"]
         yield from table(("outcome", "what was seen"), shown)
-        yield from table(("declared for", "difference"), column.differences.items())
-        yield from table(("receipt", "value"), column.receipt.items())
+        yield from table(("declared for", "difference"), column.backend.differences.items())
+        yield from table(("receipt", "value"), column.backend.receipt().items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from pytest_engram import codec, gates
 from pytest_engram.errors import UsageError
-from pytest_engram.model import GATE_NAMES, Claim, GateResult, Status, Verdict
+from pytest_engram.model import GATE_NAMES, GateResult, Status, Verdict
 from pytest_engram.report import markdown as page
 from pytest_engram.report import numbers, terminal
 from pytest_engram.report.records import Result, read_results
@@ -22,13 +23,9 @@ _RULES = ("subject", "claim", "arms", "hold", "mechanism", "no_offset", "end_to_
 
 
 def gate_files(
-    paths: Iterable[Path | str],
-    baseline: Path | str | None = None,
-    require: Mapping[str, int] | None = None,
-    *,
-    markdown: Path | None = None,
-    evaluate: Evaluate = gates.evaluate,
-) -> tuple[list[Verdict], int, list[str]]:
+    paths: Iterable[Path | str], baseline: Path | str | None = None, require: Mapping[str, int] | None = None,
+    *, markdown: Path | None = None, evaluate: Evaluate = gates.evaluate,
+) -> tuple[list[Verdict], int, list[str]]:  # fmt: skip
     """Evaluate the evidence in files again; returns the verdicts, the exit code and the text to print.
 
     A stored verdict that its own evidence does not give is a ``UsageError``; a verdict without evidence, and a case
@@ -37,23 +34,23 @@ def gate_files(
     """
     found = read_results(paths)
     verdicts = _judge(found, evaluate)
-    lines = [line for verdict in verdicts for line in ("", *terminal.ladder(verdict))] + _twice(found)
+    lines = [line for verdict in verdicts for line in ("", *terminal.ladder(verdict))]
+    times = Counter(result.experiment for result in found)
+    lines += [f"{name}: {n} results, shown side by side and not pooled" for name, n in times.items() if n > 1]
     if baseline is not None:
         gaps, text = _against(found, verdicts, read_results([baseline]), Path(baseline), evaluate)
         verdicts, lines = verdicts + gaps, lines + text
-    lines += ["", *terminal.summary(verdicts)]
     if markdown is not None:
         evidences = [result.evidence for result in found if result.evidence is not None]
         codec.write_atomic(markdown, page.render(verdicts, evidences, {}).encode())
-    return verdicts, gates.exit_code(verdicts, require or None), lines
+    return verdicts, gates.exit_code(verdicts, require or None), [*lines, "", *terminal.summary(verdicts)]
 
 
 def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:
     """A verdict per result; an experiment that requires others is judged after them, of its own run or its kin."""
     done: dict[int, Verdict] = {}
-    for number in sorted(range(len(found)), key=lambda number: _requires(found[number])):
-        prior = [verdict for other, verdict in done.items() if _kin(found[other], found[number])]
-        done[number] = _again(found[number], evaluate, prior)
+    for number, result in sorted(enumerate(found), key=lambda pair: _requires(pair[1])):
+        done[number] = _again(result, evaluate, [known for other, known in done.items() if _kin(found[other], result)])
     return [done[number] for number in range(len(found))]
 
 
@@ -67,47 +64,40 @@ def _kin(one: Result, other: Result) -> bool:
 
 
 def _system(result: Result) -> dict[str, str]:
-    return {key: value for key, value in _fingerprint(result).items() if key.startswith(_SYSTEM)}
-
-
-def _fingerprint(result: Result) -> dict[str, str]:
     runs = result.evidence.runs if result.evidence else ()
-    return next((run.fingerprint for run in runs if run.arm == "A" and run.fingerprint), {})
+    known: dict[str, str] = next((run.fingerprint for run in runs if run.arm == "A" and run.fingerprint), {})
+    return {key: value for key, value in known.items() if key.startswith(_SYSTEM)}
 
 
 def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verdict:
-    if result.evidence is None:
-        stored = result.stored.status.value if result.stored else ""
-        return absent(result.experiment, "no-evidence", f"a stored {stored} in {result.source} without its evidence")
+    """The verdict that the evidence gives now; a stored one that differs in anything that decides is refused."""
+    if result.stored is not None and result.evidence is None:
+        seen = f"a stored {result.stored.status.value} in {result.run} without its evidence"
+        return absent(result.stored, "no-evidence", seen)
     verdict = evaluate(result.evidence, prior=prior)
-    if result.stored is not None:
-        _same(result.stored, verdict, result.source)
-    return verdict
-
-
-def _same(stored: Verdict, now: Verdict, source: Path) -> None:
-    """Refuse a stored verdict that differs, in anything that decides, from what the evidence gives now."""
-    before, after = _decisive(stored), _decisive(now)
+    before, after = _decisive(result.stored or verdict), _decisive(verdict)
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
         if old != new and not _close(old, new):
             raise UsageError(
-                f"the stored verdict of {now.experiment} says {key} = {old}, its evidence gives {new}",
-                code="verdict-differs", where=str(source), expected="the verdict that follows from the evidence",
+                f"the stored verdict of {result.experiment} says {key} = {old}, its evidence gives {new}",
+                code="verdict-differs", where=str(result.run), expected="the verdict that follows from the evidence",
                 way_out="the file was edited or another version wrote it: measure again, or keep only the evidence",
             )  # fmt: skip
+    return verdict
 
 
 def _decisive(verdict: Verdict) -> dict[str, Any]:
-    flat: dict[str, Any] = {
-        name: getattr(verdict, name) for name in ("status", "claim", "subject", "protocol_hash", "sentence")
-    }
+    def pick(record: Any, at: str, *names: str) -> dict[str, Any]:
+        return {f"{at}{name}": getattr(value := getattr(record, name), "value", value) for name in names}
+
+    flat = pick(verdict, "", "status", "claim", "subject", "protocol_hash", "sentence")
     for gate in verdict.gates:
-        flat |= {f"gate {gate.gate} {name}": getattr(gate, name) for name in ("status", "reason", "judged")}
+        at = f"gate {gate.gate} "
+        flat |= pick(gate, at, "status", "reason", "judged")
         for effect in gate.effects:
-            at = f"gate {gate.gate} {effect.arm} {effect.metric}"
-            flat |= {f"{at} {name}": getattr(effect, name) for name in ("estimate", "low", "high", "blocks")}
-    return {key: value.value if isinstance(value, (Status, Claim)) else value for key, value in flat.items()}
+            flat |= pick(effect, f"{at}{effect.arm} {effect.metric} ", "estimate", "low", "high", "blocks")
+    return flat
 
 
 def _close(old: Any, new: Any) -> bool:
@@ -122,15 +112,15 @@ def _against(
     before = {result.experiment: (result, then) for result, then in zip(base, _judge(base, evaluate), strict=True)}
     gaps, lines = [], ["", f"against {path} (no common schedule: shown, not judged)"]
     for result, verdict in zip(found, verdicts, strict=True):
-        pair = before.get(verdict.experiment)
-        if pair is None:
-            gaps.append(absent(verdict.experiment, "baseline-lacks-case", f"{path} has no {verdict.experiment}"))
-        elif unlike := _unlike(pair[0], result):
-            gaps.append(absent(verdict.experiment, "baseline-not-comparable", f"{path} differs: {unlike}"))
+        name = verdict.experiment
+        if name not in before:
+            gaps.append(absent(verdict, "baseline-lacks-case", f"{path} has no {name}"))
+        elif unlike := _unlike(before[name][0], result):
+            gaps.append(absent(verdict, "baseline-not-comparable", f"{path} differs: {unlike}"))
         else:
-            lines += _side_by_side(pair[1], verdict)
-    missing = before.keys() - {verdict.experiment for verdict in verdicts}
-    gaps += [absent(name, "case-left-out", f"{path} has {name}, this run has not") for name in sorted(missing)]
+            lines += _side_by_side(before[name][1], verdict)
+    left_out = [then for name, (_, then) in before.items() if name not in {verdict.experiment for verdict in verdicts}]
+    gaps += [absent(then, "case-left-out", f"{path} has {then.experiment}, this run has not") for then in left_out]
     return gaps, lines
 
 
@@ -153,31 +143,20 @@ def _question(result: Result) -> dict[str, Any]:
 
 
 def _side_by_side(base: Verdict, now: Verdict) -> list[str]:
-    lines = [f"  {now.experiment}  {base.status.value} → {now.status.value}"]
-    for old, new in zip(base.gates, now.gates, strict=False):
-        if old.effects or new.effects:
-            lines.append(f"    {new.gate}  {numbers.effects(old.effects)} → {numbers.effects(new.effects)}")
-    return lines
-
-
-def _twice(found: Sequence[Result]) -> list[str]:
-    names = [result.experiment for result in found]
-    return [
-        f"{name}: {names.count(name)} results, shown side by side and not pooled"
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
+    return [f"  {now.experiment}  {base.status.value} → {now.status.value}"] + [
+        f"    {new.gate}  {numbers.effects(old.effects)} → {numbers.effects(new.effects)}"
+        for old, new in zip(base.gates, now.gates, strict=False)
+        if old.effects or new.effects
     ]
 
 
-def absent(experiment: str, reason: str, observed: str) -> Verdict:
+def absent(about: Verdict, reason: str, observed: str) -> Verdict:
     """The verdict of a case that is not there: gate 0 NOT_MEASURED, the rest BLOCKED."""
-    first = GateResult(
-        gate=0, name=GATE_NAMES[0], status=Status.NOT_MEASURED, reason=reason, observed=observed,
-        threshold="the case and its evidence", next_step=f"measure {experiment} and pass the file that holds it",
+    empty = GateResult(gate=0, name="", status=Status.BLOCKED, reason="earlier-gate", observed="", threshold="",
+                       next_step="")  # fmt: skip
+    gates = [replace(empty, gate=number, name=name) for number, name in enumerate(GATE_NAMES)]
+    gates[0] = replace(
+        gates[0], status=Status.NOT_MEASURED, reason=reason, observed=observed,
+        threshold="the case and its evidence", next_step=f"measure {about.experiment} and pass the file that holds it",
     )  # fmt: skip
-    blocked = replace(first, status=Status.BLOCKED, reason="earlier-gate", observed="", threshold="", next_step="")
-    rest = tuple(replace(blocked, gate=number, name=name) for number, name in enumerate(GATE_NAMES) if number)
-    return Verdict(
-        experiment=experiment, title="not there", claim=Claim.CHARACTERISES, subject="nothing",
-        status=Status.NOT_MEASURED, gates=(first, *rest), protocol_hash="",
-    )  # fmt: skip
+    return replace(about, status=Status.NOT_MEASURED, gates=tuple(gates), sentence=None, notes=())

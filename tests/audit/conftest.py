@@ -122,14 +122,16 @@ class Recorded:
         file.write_text(text)
 
     def worker(
-        self, pid: int, *, gpu: int | None = 0, policy: str = "default", title: str = "VLLM::Worker_DP0", pages: int = 64,
-        cpus: str = "0-7", environ: str = "", path: str = "/dev/shm/vllm_engram_a (deleted)", inode: int = 77,
-        page_kb: int = 4, table_line: str = "", smaps: str = "",
+        self, pid: int, *, gpu: int | None = 0, policy: str = "default", title: str = "VLLM::Worker_DP0",
+        pages: int = 64, cpus: str = "0-7", environ: str = "", path: str = "/dev/shm/vllm_engram_a (deleted)",
+        inode: int = 77, page_kb: int = 4, table_line: str = "", smaps: str = "",
     ) -> None:  # fmt: skip
         start, end, mode = self.START, self.START + pages * PAGE, "rw-s" if inode else "rw-p"
         heap = "55d000000000-55d000021000 rw-p 00000000 00:00 0 [heap]\n"
         header = f"{start:x}-{end:x} {mode} 00000000 00:1a {inode} {path}\n"
-        device = f"7fff00000000-7fff00001000 rw-s 00000000 00:06 9 /dev/nvidia{gpu}\n" if gpu is not None else ""
+        files = [] if gpu is None else [0, 0, 1, 1, gpu]  # CUDA maps every GPU's file, and its own once more
+        device = "".join(f"{0x7FFF00000000 + n * PAGE:x}-{0x7FFF00001000 + n * PAGE:x} rw-s 00000000 00:06 9 "
+                         f"/dev/nvidia{minor}\n" for n, minor in enumerate(files))  # fmt: skip
         fields = f"Rss: {pages * 4} kB\nPss: {pages * 2} kB\nKernelPageSize: {page_kb} kB\n{smaps}"
         self.write(f"proc/{pid}/status", f"Name:\tx\nPPid:\t1\nVmRSS:\t{pages * 4} kB\n"
                    f"Cpus_allowed_list:\t{cpus}\nMems_allowed_list:\t0-1\n")  # fmt: skip
@@ -138,7 +140,9 @@ class Recorded:
         self.write(f"proc/{pid}/maps", heap + header + device)
         self.write(f"proc/{pid}/smaps", heap + header + fields + device)
         self.write(f"proc/{pid}/mounts", "tmpfs /dev/shm tmpfs rw,size=64m,mpol=bind:1 0 0\n")
-        self.write(f"proc/{pid}/numa_maps", f"55d000000000 {policy} heap anon=3 N0=3 kernelpagesize_kB=4\n" + table_line)
+        self.write(
+            f"proc/{pid}/numa_maps", f"55d000000000 {policy} heap anon=3 N0=3 kernelpagesize_kB=4\n" + table_line
+        )
 
     def source(self, placed: Placed) -> Source:
         def status(pid: int, addresses: Sequence[int]) -> bytes:

@@ -67,6 +67,16 @@ def test_unknown_gpu_node_stays_unknown(recorded: Any, two_nodes: Topology) -> N
     assert audit(recorded, two_nodes, quarter).workers[0].node is None
 
 
+def test_a_worker_with_contexts_on_both_sides_has_no_near_node(recorded: Any, two_nodes: Topology) -> None:
+    """Device files mapped equally often say nothing about which GPU is used: remote stays unknown."""
+    recorded.worker(101, gpu=0)
+    maps = recorded.root / "proc/101/maps"
+    maps.write_text(maps.read_text() + "7fff00009000-7fff0000a000 rw-s 00000000 00:06 9 /dev/nvidia1\n")
+    report = audit(recorded, two_nodes, quarter)
+    assert report.workers[0].gpus == {"0000:3b:00.0": 0, "0000:af:00.0": 1}
+    assert (report.workers[0].node, report.tables[0].views[0].remote) == (None, None)
+
+
 def test_dropped_membind_is_found(recorded: Any, two_nodes: Topology) -> None:
     """--membind that the task's policy does not show is a finding; one that it shows is none."""
     recorded.worker(101, environ="A=b\0_VLLM_INTERNAL_NUMACTL_ARGS=--cpunodebind=0 --membind=0\0", cpus="0-3")
@@ -203,7 +213,7 @@ def test_unreadable_text_is_a_gap_not_a_crash(recorded: Any, two_nodes: Topology
 
 def test_samples_do_not_alias_with_interleaving() -> None:
     """A sampled table states its bound and sees both nodes of an interleave; a fixed stride would see one."""
-    where, bound = offsets(0, 40960 * 4096, 1024, "key")
+    where, bound = offsets(0, 40960 * 4096, 1024, "table")
     odd = sum(offset // 4096 % 2 for offset in where) / len(where)
     assert (len(where), round(bound, 4)) == (1024, 0.0306)
     assert abs(odd - 0.5) < bound

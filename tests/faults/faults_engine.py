@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pytest_engram.backends.protocol import Launch
 from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.engines.cpu import CpuEngine
 from pytest_engram.engines.prefetch import Ticket
@@ -30,69 +31,69 @@ def _engine(**methods: Any) -> ReferenceBackend:
     return backend
 
 
-def _no_producer_wait(self: Any, batch: Any, settings: StepSettings) -> Any:
+def _submitted_before_hashing(self: Any, batch: Any, settings: StepSettings) -> Any:
     """Lookups are submitted on the ids buffer of the step before, which hashing then overwrites."""
-    self._check(len(batch.token_ids), settings)
-    layout, count = self._setup.layout, len(batch.token_ids)
-    if not hasattr(self, "_ids"):
-        self._ids = np.zeros((self._setup.max_tokens, len(layout.layer_ids), layout.columns), np.int32)
-    ids, hasher = self._ids[:count], self._hasher
+    layout, count, hasher = self._setup.layout, len(batch.token_ids), self._hasher
+    if not hasattr(self, "_buffer"):
+        self._buffer = np.zeros((self._setup.max_tokens, len(layout.layer_ids), layout.columns), np.int32)
+    ids = self._buffer[:count]
     self._hasher = lambda _: ids
     try:
-        prepared = CpuEngine._prepare(self, batch, settings)
+        _, tickets = CpuEngine._prepare(self, batch, settings)
     finally:
         self._hasher = hasher
+    CpuEngine._submit_early(self, tickets, settings)
     ids[:] = hasher(batch)
-    return prepared
+    return ids, tickets
 
 
-def _ids_reused(self: Any, batch: Any, settings: StepSettings) -> Any:
+def _ids_reused() -> ReferenceBackend:
     """The memory of the ids is given to somebody else as soon as the lookups are submitted."""
-    ids, tickets = CpuEngine._prepare(self, batch, settings)
-    kept = ids.copy()
-    ids[:] = 0
-    return kept, tickets
-
-
-def _consume_by(wait: Callable[[int, Any, dict[int, Any]], Any]) -> Callable[..., tuple[int, int]]:
-    """The consumer waits for what ``wait(layer, ticket, tickets)`` says."""
-
-    def consume(self: Any, layer: int, ticket: Any, tickets: Any, settings: StepSettings) -> tuple[int, int]:
-        if settings.submission != "early":
-            self._fifo.submit(ticket)
-        wait(layer, ticket, tickets)
-        return 0, 0
-
-    return consume
-
-
-def _wait(*tickets: Any) -> None:
-    for ticket in tickets:
-        ticket.wait(10)
-
-
-def _prepare_then(change: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    """``change(engine, batch)`` before the step is prepared."""
 
     def prepare(self: Any, batch: Any, settings: StepSettings) -> Any:
-        change(self, batch)
+        self._ids, tickets = CpuEngine._prepare(self, batch, settings)
+        return self._ids.copy(), tickets
+
+    def submit(self: Any, tickets: Any, settings: StepSettings) -> None:
+        CpuEngine._submit_early(self, tickets, settings)
+        self._ids[:] = 0
+
+    return _engine(_prepare=prepare, _submit_early=submit)
+
+
+def _consumer_waits_for(layers: Callable[[int, list[int]], list[int]]) -> ReferenceBackend:
+    """The consumer of an early lookup waits for ``layers(own, all)``."""
+
+    def prepare(self: Any, batch: Any, settings: StepSettings) -> Any:
+        ids, self._made = CpuEngine._prepare(self, batch, settings)
+        self._early = settings.submission == "early"
+        return ids, self._made
+
+    def wait(self: Any, layer: int, _ticket: Any) -> None:
+        for other in layers(layer, list(self._made)) if self._early else [layer]:
+            self._made[other].wait(10)
+
+    return _engine(_prepare=prepare, _await=wait)
+
+
+def _prepare_after(change: Callable[[Any], None]) -> ReferenceBackend:
+    """``change(engine)`` before every step."""
+
+    def prepare(self: Any, batch: Any, settings: StepSettings) -> Any:
+        change(self)
         return CpuEngine._prepare(self, batch, settings)
 
-    return prepare
+    return _engine(_prepare=prepare)
 
 
-def _submit_by(submit: Callable[[Any, Any], None]) -> ReferenceBackend:
+def _submit_by(submit: Callable[[Any, Any], Any]) -> ReferenceBackend:
     """``submit(engine, tickets in layer order)`` in the place of the serial queue, for early submission."""
 
-    def prepare(self: Any, batch: Any, settings: StepSettings) -> Any:
-        ids, tickets = CpuEngine._prepare(self, batch, replace(settings, submission="at_consumption"))
-        submit(self, list(tickets.values()))
-        return ids, tickets
+    def submit_early(self: Any, tickets: Any, settings: StepSettings) -> None:
+        if settings.submission == "early":
+            submit(self, list(tickets.values()))
 
-    def consume(self: Any, layer: int, ticket: Any, tickets: Any, _settings: Any) -> tuple[int, int]:
-        return _wait(ticket) or (0, 0)
-
-    return _engine(_prepare=prepare, _consume=consume)
+    return _engine(_submit_early=submit_early)
 
 
 def _one_thread_each(_engine: Any, tickets: Any) -> None:
@@ -100,47 +101,35 @@ def _one_thread_each(_engine: Any, tickets: Any) -> None:
         threading.Thread(target=ticket.work).start()
 
 
+def _nothing() -> Launch:
+    return Launch(0, 0, 0)
+
+
 def _skip_equal_counts(self: Any, batch: Any, settings: StepSettings) -> Any:
     """A batch as long as the last one is taken for staged."""
-    ids, tickets = CpuEngine._prepare(self, batch, replace(settings, submission="at_consumption"))
-    if len(batch.token_ids) == getattr(self, "_last", None):
-        tickets = {layer: Ticket(lambda: "nothing") for layer in tickets}  # type: ignore[arg-type, return-value]
-    self._last = len(batch.token_ids)
-    if settings.submission == "early":
-        for ticket in tickets.values():
-            self._fifo.submit(ticket)
+    ids, tickets = CpuEngine._prepare(self, batch, settings)
+    if len(ids) == getattr(self, "_last", None):
+        tickets = {layer: Ticket(_nothing) for layer in tickets}
+    self._last = len(ids)
     return ids, tickets
 
 
-def _live_only(self: Any, batch: Any, settings: StepSettings) -> Any:
-    """Rows of ids that the table does not own keep what an earlier step staged."""
-    backend = self._setup.backend
-
-    def lookup(shard: Any, ids: Any, out: Any, *, cap: int | None = None) -> Any:
-        before = out.copy()
-        launch = backend.lookup(shard, ids, out, cap=cap)
-        out[:] = np.where((out == 0).all(axis=(1, 2), keepdims=True), before, out)
-        return launch
-
-    self._setup = replace(self._setup, backend=SimpleNamespace(lookup=lookup, gate=backend.gate))
-    try:
-        return CpuEngine._prepare(self, batch, settings)
-    finally:
-        self._setup = replace(self._setup, backend=backend)
+def _late_forgotten(self: Any, layer: int, ticket: Any, settings: StepSettings) -> None:
+    """Only early lookups run; the consumer of any other takes what lies there."""
+    CpuEngine._consume(self, layer, ticket if settings.submission == "early" else Ticket(_nothing), settings)
 
 
-
-def _new_staging(self: Any, _batch: Any) -> None:
+def _new_staging(self: Any) -> None:
     self._old = getattr(self, "_old", [])
     self._old.append(self._staging)  # so that the allocator cannot give the same memory again
     self._staging = np.zeros_like(self._staging)
 
 
-def _copied_shards(self: Any, _batch: Any) -> None:
+def _copied_shards(self: Any) -> None:
     self._shards = tuple(replace(shard, weight=shard.weight.copy()) for shard in self._shards)
 
 
-def _rebuilt_views(self: Any, _batch: Any) -> None:
+def _rebuilt_views(self: Any) -> None:
     self._shards = tuple(replace(shard) for shard in self._shards)
 
 
@@ -262,21 +251,21 @@ def _half_loaded_thp(self: Any, fill: Any, group: Any) -> None:
 
 
 FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
-    "no producer wait": ("P1", _engine(_prepare=_no_producer_wait)),
-    "ids are reused while the lookup waits": ("P2", _engine(_prepare=_ids_reused)),
-    "no consumer wait": ("P3", _engine(_consume=_consume_by(lambda *_: None))),
-    "the consumer waits for the first layer": ("P3", _engine(_consume=_consume_by(lambda _, t, all_: _wait(next(iter(all_.values())))))),
-    "the consumer waits for the last layer": ("P3", _engine(_consume=_consume_by(lambda _, t, all_: _wait(list(all_.values())[-1])))),
-    "the consumer waits for all layers": ("P3", _engine(_consume=_consume_by(lambda _, t, all_: _wait(*all_.values())))),
+    "no producer wait": ("P1", _engine(_prepare=_submitted_before_hashing, _submit_early=lambda *_: None)),
+    "ids are reused while the lookup waits": ("P2", _ids_reused()),
+    "no consumer wait": ("P3", _consumer_waits_for(lambda own, layers: [])),
+    "the consumer waits for the first layer": ("P3", _consumer_waits_for(lambda own, layers: layers[:1])),
+    "the consumer waits for the last layer": ("P3", _consumer_waits_for(lambda own, layers: layers[-1:])),
+    "the consumer waits for all layers": ("P3", _consumer_waits_for(lambda own, layers: layers)),
     "equal counts are taken for staged": ("P5", _engine(_prepare=_skip_equal_counts)),
-    "dead rows keep an earlier step's": ("P5", _engine(_prepare=_live_only)),
-    "staging is allocated anew": ("P6", _engine(_prepare=_prepare_then(_new_staging))),
+    "late lookups are forgotten": ("P5", _engine(_consume=_late_forgotten)),
+    "staging is allocated anew": ("P6", _prepare_after(_new_staging)),
     "a batch that does not fit is cut": ("P6", _engine(step=_truncating_step)),
     "lookups on the main stream": ("P7", _submit_by(lambda _, tickets: [ticket.work() for ticket in tickets])),
     "one side stream per layer": ("P7", _submit_by(_one_thread_each)),
     "last in, first out": ("P7", _submit_by(lambda self, tickets: [self._fifo.submit(t) for t in reversed(tickets)])),
-    "every step copies the table": ("P9", _engine(_prepare=_prepare_then(_copied_shards))),
-    "every step makes new views": ("P9", _engine(_prepare=_prepare_then(_rebuilt_views))),
+    "every step copies the table": ("P9", _prepare_after(_copied_shards)),
+    "every step makes new views": ("P9", _prepare_after(_rebuilt_views)),
     "peers hear no cause": ("S1 S3", _own_words(_storage())),
     "pinned is not checked": ("S2", _storage(pin=_unchecked)),
     "a private copy in the peer": ("S2 S6", _storage(_private)),

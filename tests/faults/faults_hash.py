@@ -162,6 +162,10 @@ def _zero_is_dead(sources: Any, shift: int) -> Any:
     return np.where(read == 0, DEAD_ID, read)
 
 
+def _dead_is_zero(sources: Any, shift: int) -> Any:
+    return np.maximum(sources.at(shift), 0)
+
+
 def _bind_dead(self: Any, slots: int) -> None:
     self._cache = SlotCache(slots)
     self._cache.values[:] = DEAD_ID
@@ -171,24 +175,25 @@ def _alive(batch: HashBatch) -> Any:
     return np.zeros_like(batch.dead)
 
 
-def _with_slots(change: Callable[[HashBatch], Any]) -> Callable[[HashBatch], Any]:
+def _with_slots(change: Callable[[Any], Any]) -> Callable[[HashBatch], Any]:
     return lambda batch: None if batch.slots is None else change(batch)
 
 
 _ORACLE = hashing.EngramLayout.deepseek_v41
 
 FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
-    "pad token's own id as pad value": ("H2", _hash(lambda layout, batch, token_map, cache: hash_ids(
-        layout, batch, np.where(np.arange(len(token_map)) == layout.pad_token_id, 2, token_map).astype(np.int32), cache))),
+    "pad token's own id as pad value": ("H2", _hash(lambda layout, batch, token_map, *rest: hash_ids(
+        layout, batch, np.where(np.arange(len(token_map)) == layout.pad_token_id, np.int32(2), token_map), *rest))),
     "one layer's multipliers for both": ("H3", _layout(multipliers=lambda o: o.multipliers[[0, 0]])),
     "multipliers in reverse": ("H3 H5", _layout(multipliers=lambda o: np.ascontiguousarray(o.multipliers[:, ::-1]))),
     "an even multiplier": ("H3 H5", _layout(multipliers=lambda o: o.multipliers - (np.arange(4) == 2))),
     "product in 32 bits": ("H3 H5", _arithmetic(multiply=_multiply_32)),
-    "the model's primes always": ("H4", _layout(primes=lambda o: _ORACLE().primes, offsets=lambda o: _ORACLE().offsets)),
+    "the model's primes always": ("H4", _layout(
+        primes=lambda o: _ORACLE().primes, offsets=lambda o: _ORACLE().offsets)),
     "primes used again by each order": ("H4", _layout(primes=lambda o: np.tile(o.primes[:, :8], 3))),
     "primes of the other layer": ("H4", _layout(primes=lambda o: o.primes[::-1])),
     "offsets of the other layer": ("H4", _layout(offsets=lambda o: o.offsets[::-1])),
-    "offsets run on over layers": ("H4", _layout(offsets=lambda o: o.offsets + [[0], [o.primes[0].sum()]])),
+    "offsets run on over layers": ("H4", _layout(offsets=lambda o: o.offsets + np.array([[0], [o.primes[0].sum()]]))),
     "no offsets": ("H4", _layout(offsets=lambda o: o.offsets * 0)),
     "inclusive sums as offsets": ("H4", _layout(offsets=lambda o: o.offsets + o.primes)),
     "heads in reverse": ("H5", _ids(lambda ids: np.ascontiguousarray(ids[:, :, ::-1]))),
@@ -201,7 +206,9 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
                                          np.ascontiguousarray(b.token_ids.base[: len(b.token_ids)]))),
     "nothing before position 0 is blocked": ("H6", _values(_no_start)),
     "a block does not deepen": ("H6", _values(_shallow)),
-    "a dead token is a pad token": ("H6", _batch(token_ids=lambda b: np.where(b.dead, np.int32(2), b.token_ids), dead=_alive)),
+    "a dead token is a pad token": ("H6", _batch(
+        token_ids=lambda b: np.where(b.dead, np.int32(2), b.token_ids), dead=_alive)),
+    "a dead token is compressed id 0": ("H6", _values(_at(_dead_is_zero))),
     "dead tokens live": ("H6", _batch(dead=_alive)),
     "dead windows live": ("H6", _batch(window_dead=lambda b: np.zeros_like(b.window_dead))),
     "image sentinel lives in the chunk": ("H6", _batch(dead=lambda b: b.dead & (b.token_ids != IMAGE_SENTINEL_ID))),

@@ -12,6 +12,7 @@ from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.rows import decode_rows, e4m3_values, gated_residual, lookup_rows, ue8m0_values
 
+
 def _lookup(fault: Callable[..., Any]) -> ReferenceBackend:
     """``fault(shard, ids, out, cap)`` writes the rows; what it returns, if anything, is the launch."""
     backend = ReferenceBackend()
@@ -26,7 +27,9 @@ def _lookup(fault: Callable[..., Any]) -> ReferenceBackend:
 
 def _shard(change: Callable[[TableShard], dict[str, Any]]) -> ReferenceBackend:
     """Fields of the shard are replaced before the oracle looks up."""
-    return _lookup(lambda shard, ids, out, _: lookup_rows(replace(shard, **change(shard)), np.ascontiguousarray(ids), out))
+    return _lookup(
+        lambda shard, ids, out, _: lookup_rows(replace(shard, **change(shard)), np.ascontiguousarray(ids), out)
+    )
 
 
 def _ids(change: Callable[[Any, TableShard], Any]) -> ReferenceBackend:
@@ -114,9 +117,9 @@ def _real_heads(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
 def _scale_wrap(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
     """The weights of the right row with the scales of row mod 2^28, whose byte offset wraps at 2^31."""
     lookup_rows(shard, ids, out)
-    at = np.argwhere(ids - shard.start >= 2**28)
-    for token, head in at:
-        row = int(ids[token, head] - shard.start)
+    local = ids.astype(np.int64) - shard.start
+    for token, head in np.argwhere(local >= 2**28):
+        row = local[token, head]
         if row < len(shard.weight):
             low = row - 2**28
             one = replace(shard, weight=shard.weight[row : row + 1], scales=shard.scales[low : low + 1], start=0, end=1,
@@ -133,7 +136,7 @@ def _gate(fault: Callable[..., Any]) -> ReferenceBackend:
 def _gate_by(*, eps: float = 1e-20, clamp: float = 1e-6, sign: int = 1, scale: float = 1.0) -> ReferenceBackend:
     """The gate with other constants, in float64; ``sign`` 0 drops the root's sign, −1 turns it."""
 
-    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
+    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         h, k = hidden.astype(np.float64), key.astype(np.float64)
         rms = [np.sqrt((each * each).mean(-1) + eps) for each in (h, k)]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
@@ -184,7 +187,8 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "the first row for ids past the end": ("L3", _ids(lambda ids, s: np.where(ids >= s.end, np.int32(s.start), ids))),
     "row 0 times zero for dead ids": ("L3", _lookup(_masked_product)),
     "nothing is written for dead ids": ("L3 L10", _lookup(_owned_only)),
-    "start is not owned": ("L3", _shard(lambda s: {"start": s.start + 1, "weight": s.weight[1:], "scales": s.scales[1:]})),
+    "start is not owned": ("L3", _shard(
+        lambda s: {"start": s.start + 1, "weight": s.weight[1:], "scales": s.scales[1:]})),
     "ids one row late": ("L1 L3", _ids(lambda ids, s: np.where((ids > s.start) & (ids < s.end), ids - 1, ids))),
     "end − 1 is not owned": ("L3", _shard(lambda s: {"end": s.end - 1})),
     "end is owned": ("L3 L7", _shard(lambda s: {"end": s.end + 1} if len(s.weight) > s.end - s.start else {
@@ -207,7 +211,8 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "eps 1e-6": ("L11", _gate_by(eps=1e-6)),
     "no eps": ("L11", _gate_by(eps=0)),
     "not divided by the width's root": ("L11", _gate_by(scale=96**0.5)),
-    "norms forgotten": ("L11", _gate(lambda h, k, v, q, n, keep: gated_residual(h, k, v, q * 0 + 1, n * 0 + 1, keep=keep))),
+    "norms forgotten": ("L11", _gate(
+        lambda h, k, v, q, n, keep: gated_residual(h, k, v, q * 0 + 1, n * 0 + 1, keep=keep))),
     "masked tokens pass the gate": ("L11", _gate(lambda h, k, v, q, n, _: gated_residual(h, k, v, q, n))),
     "masked tokens are zeroed": ("L11", _gate(
         lambda h, k, v, q, n, keep: gated_residual(h, k, v, q, n) * keep[:, None])),

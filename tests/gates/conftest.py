@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_engram import experiment, gates, schedule
+from pytest_engram import codec, experiment, gates, schedule
 from pytest_engram.model import (
     ComputeSample,
     CorrectnessSample,
@@ -110,8 +110,11 @@ class Lab:
             self._run(plan, run, rng, effects=effects, by_rank=by_rank or {}, noise=noise) for run in plan.schedule
         )
         control = self._control(plan, rng) if chosen.positive_control else ()
-        provenance = {"topology": self.topology()}
-        return Evidence(plan=plan, runs=runs, provenance=provenance, control=control)
+        return Evidence(plan=plan, runs=runs, provenance=self.provenance(self.topology()), control=control)
+
+    def provenance(self, machine):
+        """A machine as the runner records it."""
+        return {"topology": {"value": codec.to_builtins(machine)}}
 
     def _control(self, plan, rng, ratio=0.3):
         cells = [ScheduledRun(index=i, block=i // 2, arm=f"control-{i % 2}") for i in range(12)]
@@ -132,6 +135,7 @@ class Lab:
             name: base * math.exp(shift.get(name, 0.0) + noise * rng.standard_normal()) for name, base in BASE.items()
         }
         value["rejected"] = shift.get("rejected", 0)
+        step = int(1.2e7 * math.exp(shift.get("step", 0.0)))
         ranks = range(plan.experiment.ranks)
         ranked = by_rank.get(arm, {}) if cell.arm == arm else {}
         return RunRecord(
@@ -143,7 +147,7 @@ class Lab:
                 for rank in ranks
             ),
             compute=tuple(
-                ComputeSample(rank=rank, tokens=64, step_ns=(int(1.2e7),), main_ns=(int(value["main_compute"]),))
+                ComputeSample(rank=rank, tokens=64, step_ns=(step,), main_ns=(int(value["main_compute"]),))
                 for rank in ranks
             ),
             serving=tuple(serving(rank, value) for rank in ranks),

@@ -54,6 +54,16 @@ def test_the_first_failure_blocks_the_rest(lab):
     assert verdict.gates[4].effects == ()
 
 
+def test_a_slower_main_path_is_shown_beside_the_shorter_step(lab):
+    """Gate 3 judges main compute and says, unjudged, what became of the whole step; both stand in one line."""
+    effects = {"exposed_wait": -1.0, "main_compute": math.log(1.219), "step": math.log(0.956)}
+    gate = gates.evaluate(lab.evidence("B1", effects={"B": effects}, noise=1e-4)).gates[3]
+    assert gate.status is Status.FAIL
+    assert gate.observed.startswith("main_compute +21.9 % (p = ")
+    assert gate.observed.endswith("; step −4.4 % (not judged)")
+    assert {effect.metric for effect in gate.effects} == {"main_compute"}
+
+
 def test_smallest_exposed_wait_does_not_win(lab):
     """A cap with almost no exposed wait and no end-to-end gain stops before the last gate is passed."""
     effects = {"B": {"exposed_wait": math.log(14 / 2634), "main_compute": 0.15, "goodput": 0.01}}

@@ -95,6 +95,17 @@ def _wrong_row(lab, change):
     return change(lab.evidence(), _with_cases("correctness_after", lambda old: (*old, bad)), lambda run: run.index == 9)
 
 
+def _stop(change, evidence, after):
+    """Every run later than ``after`` was not run, because a row was wrong."""
+    stop = Problem(code="stopped-after-correctness", message="an earlier run gave wrong rows", status=Status.BLOCKED)
+    return change(evidence, _edit(problems=(stop,)), lambda run: run.index > after)
+
+
+@reason("stopped-after-correctness", 0)
+def _cut_short(lab, change):
+    return _stop(change, lab.evidence(), 5)
+
+
 @reason("no-correctness", 0)
 def _unchecked_after(lab, change):
     return change(lab.evidence(), _edit(correctness_after=()), _is_b)
@@ -385,7 +396,7 @@ def _all_ranks_on_one_side_of_equal_nodes(lab, change):
     evidence = _placed(lab)
     machine = lab.topology()
     flat = tuple(replace(node, distances={0: 10, 1: 10}) for node in machine.nodes)
-    return replace(evidence, provenance={"topology": replace(machine, nodes=flat)})
+    return replace(evidence, provenance=lab.provenance(replace(machine, nodes=flat)))
 
 
 def _grown(metric_shift):
@@ -545,6 +556,18 @@ def test_messages_name_the_place(lab, change):
     observed = gates.evaluate(_wrong_row(lab, change)).gates[0].observed
     for word in ("run 9", "after", "L1 rows", "layer 14", "token 3", "head 7", "expected 0, seen 1"):
         assert word in observed
+
+
+def test_a_wrong_row_fails_though_it_cut_the_schedule_short(lab, change):
+    """Runs that were not run after a wrong row, and a rank that died of it, leave gate 0 FAIL at the wrong row."""
+    evidence = _stop(change, _wrong_row(lab, change), 9)
+    died = Problem(code="rank-died", message="rank 0 left", status=Status.INVALID)
+    for cut in (evidence, replace(evidence, problems=(died,)), replace(evidence, runs=evidence.runs[:10])):
+        verdict = gates.evaluate(cut)
+        assert (verdict.status, verdict.gates[0].reason) == (Status.FAIL, "contract-broken")
+        assert "run 9" in verdict.gates[0].observed
+    unseen = replace(_cut_short(lab, change), problems=(died,))
+    assert gates.evaluate(unseen).status is Status.FAIL
 
 
 @pytest.mark.parametrize("status", [Status.INVALID, Status.NOT_MEASURED, Status.FAIL, Status.BLOCKED])

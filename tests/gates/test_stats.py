@@ -117,12 +117,12 @@ def test_infinite_effects_keep_a_one_sided_interval():
 
 def test_power_agrees_with_the_published_figures():
     """Eight blocks find +2 % in 95 % of cases at 1 % noise and in 22 % at 3 % noise, where 31 blocks are needed."""
-    curve = stats.power_curve(8)
-    assert curve.of(0.02, 0.01) == pytest.approx(0.95, abs=0.015)
-    assert curve.of(0.02, 0.03) == pytest.approx(0.22, abs=0.02)
+    needed = stats.needed_effects(8)
+    assert (needed < math.log(1.02) / 0.01).mean() == pytest.approx(0.95, abs=0.015)
+    assert (needed < math.log(1.02) / 0.03).mean() == pytest.approx(0.22, abs=0.02)
     assert stats.detectable_effect(0.01, 8) == pytest.approx(0.0152, rel=0.05)
-    assert 27 <= stats.blocks_needed(0.03, 0.02) <= 34
-    assert stats.blocks_needed(0.5, 0.001) is None
+    assert stats.detectable_effect(0.03, 34) <= 0.02 < stats.detectable_effect(0.03, 26)
+    assert stats.detectable_effect(0.5, 100) > 0.001
 
 
 def test_lower_limits_are_the_interval_row_by_row():

@@ -30,7 +30,7 @@ GUEST_OUT = "/mnt/out"  # what $OUT says in the guest, see init.sh
 QUIET = "panic=-1 quiet loglevel=3 numa_balancing=disable norandmaps nokaslr mitigations=off"
 
 
-class Unavailable(Exception):
+class Unavailable(Exception):  # noqa: N818 - not a failure: its text says why nothing is measured
     """No emulator, kernel or tool to build a guest with; the message says which."""
 
 
@@ -86,13 +86,14 @@ def numa_arguments(machine: Machine) -> list[str]:
 
 def prepare(cache: Path = CACHE) -> tuple[Path, Path]:
     """(kernel, initramfs), fetched and built once; nothing is installed."""
-    for tool in ("qemu-system-x86_64", "busybox", "cpio", "apt-get", "dpkg-deb"):
+    for tool in ("qemu-system-x86_64", "busybox", "cpio", "apt-get", "dpkg-deb", "depmod"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is not installed (qemu-system-x86 busybox-static cpio kmod)")
     kernel, initramfs = cache / "vmlinuz", cache / "initramfs.gz"
     if not kernel.exists():
         _fetch_kernel(cache)
-    if not initramfs.exists() or initramfs.stat().st_mtime < Path(__file__).stat().st_mtime:
+    sources = (Path(__file__), Path(__file__).with_name("init.sh"), kernel)
+    if not initramfs.exists() or initramfs.stat().st_mtime < max(path.stat().st_mtime for path in sources):
         _build_initramfs(cache, initramfs)
     return kernel, initramfs
 
@@ -106,13 +107,22 @@ def _fetch_kernel(cache: Path) -> None:
     names = [line.split()[-1] for line in depends.splitlines() if "Depends: linux-image-" in line]
     if not names:
         raise Unavailable("no linux-image-6.12-amd64 or linux-image-amd64 package is known; run apt-get update")
-    subprocess.run(["apt-get", "download", "-qq", names[0]], cwd=cache, check=True)
+    _do("apt-get", "download", "-qq", names[0], cwd=cache)
     package = max(cache.glob("linux-image-*.deb"), key=lambda path: path.stat().st_mtime)
     tree = cache / "kernel"
     shutil.rmtree(tree, ignore_errors=True)
-    subprocess.run(["dpkg-deb", "-x", str(package), str(tree)], check=True)
+    _do("dpkg-deb", "-x", str(package), str(tree))
     shutil.copy(next((tree / "boot").glob("vmlinuz-*")), cache / "vmlinuz")
     package.unlink()
+
+
+def _do(*command: str, cwd: Path | None = None, text: bytes = b"") -> bytes:
+    """What a tool prints; a tool that fails leaves no guest, and its last line says why."""
+    done = subprocess.run(command, cwd=cwd, input=text, capture_output=True, check=False)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise Unavailable(f"{' '.join(command)}: {said[-1] if said else f'exit {done.returncode}'}")
+    return done.stdout
 
 
 def _output(*command: str) -> str:
@@ -125,7 +135,7 @@ def _module_order(tree: Path) -> list[Path]:
     if base is None:
         raise Unavailable(f"the kernel package has no modules below {tree}")
     version = next(base.iterdir()).name
-    subprocess.run(["depmod", "-b", str(base.parents[1]), version], check=True)
+    _do("depmod", "-b", str(base.parents[1]), version)
     depends: dict[str, list[str]] = {}
     for line in (base / version / "modules.dep").read_text().splitlines():
         name, _, needs = line.partition(":")
@@ -155,9 +165,7 @@ def _build_initramfs(cache: Path, target: Path) -> None:
         (tree / "init").write_text(script)
         (tree / "init").chmod(0o755)
         names = "\n".join(str(path.relative_to(tree)) for path in sorted(tree.rglob("*")))
-        archive = subprocess.run(
-            ["cpio", "-o", "-H", "newc", "--quiet"], cwd=tree, input=names.encode(), capture_output=True, check=True
-        ).stdout
+        archive = _do("cpio", "-o", "-H", "newc", "--quiet", cwd=tree, text=names.encode())
         target.write_bytes(gzip.compress(archive, 1))
 
 

@@ -109,23 +109,32 @@ def group(path: Path, **files: Any) -> None:
         (path / name.replace("__", ".")).write_text(f"{value}\n")
 
 
+def member(root: Path, membership: str, kind: str = "cgroup2", options: str = "rw", mount: str = "") -> Path:
+    """``root`` as the machine of a process in that cgroup; its cgroup files lie below ``sys/fs/cgroup``."""
+    group(root / "proc/self", cgroup=membership)
+    group(root / "proc/self", mountinfo=f"1 0 0:1 / /sys/fs/cgroup{mount} rw - {kind} none {options}")
+    return root
+
+
 def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
     """The least head-room on the way up counts, inactive file pages included; ``max`` is no limit."""
-    group(tmp_path / "a", memory__max=1000, memory__current=900, memory__stat="anon 1\ninactive_file 50")
-    group(tmp_path / "a/b", memory__max="max", memory__current=70, memory__stat="inactive_file 1")
-    group(tmp_path / "a/b/c", memory__max=500, memory__current=100, memory__stat="inactive_file 7")
-    assert cgroup_free(tmp_path, "0::/a/b/c\n") == 150
-    assert cgroup_free(tmp_path, "0::/a/b\n") == 150
-    assert cgroup_free(tmp_path, "0::/elsewhere\n") is None
+    base = tmp_path / "sys/fs/cgroup"
+    group(base / "a", memory__max=1000, memory__current=900, memory__stat="anon 1\ninactive_file 50")
+    group(base / "a/b", memory__max="max", memory__current=70, memory__stat="inactive_file 1")
+    group(base / "a/b/c", memory__max=500, memory__current=100, memory__stat="inactive_file 7")
+    assert cgroup_free(member(tmp_path, "0::/a/b/c")) == 150
+    assert cgroup_free(member(tmp_path, "0::/a/b")) == 150
+    assert cgroup_free(member(tmp_path, "0::/elsewhere")) is None
 
 
 def test_cgroup_v1_has_its_own_names(tmp_path: Path) -> None:
     """The v1 memory controller is read below its own mount; its huge number means no limit."""
     names = {"memory__usage_in_bytes": 300, "memory__stat": "total_inactive_file 20"}
-    group(tmp_path / "memory/x", memory__limit_in_bytes=1000, **names)
-    assert cgroup_free(tmp_path, "5:cpu:/x\n4:memory:/x\n") == 720
-    group(tmp_path / "memory/x", memory__limit_in_bytes=9223372036854771712, **names)
-    assert cgroup_free(tmp_path, "4:memory:/x\n") is None
+    base = tmp_path / "sys/fs/cgroup/memory/x"
+    group(base, memory__limit_in_bytes=1000, **names)
+    assert cgroup_free(member(tmp_path, "5:cpu:/x\n4:memory:/x", "cgroup", "rw,memory", "/memory")) == 720
+    group(base, memory__limit_in_bytes=9223372036854771712, **names)
+    assert cgroup_free(member(tmp_path, "4:memory:/x", "cgroup", "rw,memory", "/memory")) is None
 
 
 def test_live_figures_are_plausible() -> None:

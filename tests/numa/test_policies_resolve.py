@@ -66,6 +66,7 @@ def table(ranks: tuple[int, ...], mode: str, *nodes: int, weights: tuple[int, ..
         ("per-gpu-node", TWO, None, [table((1,), "bind", 0), table((0,), "bind", 1)]),
         ("per-gpu-node", TWO, [0, 0], [table((0, 1), "bind", 0)]),
         ("split", TWO, [0, 1], [table((0,), "bind", 0), table((1,), "bind", 1)]),
+        ("split:1", TWO, [1, 1], [table((0, 1), "bind", 1)]),
     ],
 )
 def test_golden(text: str, topology: Topology, rank_nodes: list[int | None] | None, expected: list[TablePlan]) -> None:
@@ -92,6 +93,9 @@ def test_golden(text: str, topology: Topology, rank_nodes: list[int | None] | No
         ("weighted-interleave:0=1,2", "bad-weights", "NODE=WEIGHT"),
         ("weighted-interleave:0=1,2=0", "bad-weights", "weights 1 to 255"),
         ("weighted-interleave:0=1,0=2", "bad-weights", "each node once"),
+        ("split:3", "bad-shards", "a divisor of 2 ranks"),
+        ("split:x", "bad-shards", "x shards"),
+        ("split:0", "bad-shards", "a divisor of 2 ranks"),
     ],
 )
 def test_mistakes_are_usage_errors(text: str, code: str, said: str) -> None:
@@ -113,6 +117,7 @@ def test_mistakes_are_usage_errors(text: str, code: str, said: str) -> None:
         ("per-socket", TWO, [0, None], "unknown-rank-node"),
         ("per-numa-node", ODD, [0, 1], "unknown-rank-node"),
         ("per-socket", machine(node(0)), None, "unknown-topology"),
+        ("split:1", TWO, [0, 1], "consumers-apart"),
     ],
 )
 def test_what_the_machine_lacks_is_not_measurable(
@@ -122,6 +127,27 @@ def test_what_the_machine_lacks_is_not_measurable(
     with pytest.raises(NotMeasurable) as caught:
         resolve(text, topology, 2, backing="tmpfs", rank_nodes=rank_nodes)
     assert caught.value.code == code
+
+
+def test_a_split_puts_each_head_shard_beside_its_consumers() -> None:
+    """Unpinned ranks are placed by shard: ranks r and r + S read shard r; two shards fill each NUMA node by half."""
+    plan = resolve("split:2", TWO, 4, backing="tmpfs")
+    assert plan.tables == (table((0, 2), "bind", 0), table((1, 3), "bind", 1))
+    assert plan.notes == (
+        "capacity of one table, 2 head shards: NUMA node 0 50.0%, NUMA node 1 50.0%",
+        "every TP group spans NUMA nodes 0, 1: its collectives cross them, "
+        "the gather of heads with 12,288 B per token and rank",  # 2 layers x 12 heads x 256 bf16 from the other shard
+    )
+
+
+def test_a_split_on_one_node_adds_no_collective() -> None:
+    """Shares count shards, not ranks; without a second NUMA node nothing crosses; no other policy has notes."""
+    sums, collectives = resolve("split", TWO, 3, backing="tmpfs", rank_nodes=[1, 1, 1]).notes
+    assert sums == "capacity of one table, 3 head shards: NUMA node 1 100.0%"
+    assert collectives == "no TP group spans NUMA nodes: the rank placement adds no crossing collective"
+    uneven = resolve("split", TWO, 3, backing="tmpfs", rank_nodes=[1, 0, 1]).notes[0]
+    assert uneven == "capacity of one table, 3 head shards: NUMA node 0 33.3%, NUMA node 1 66.7%"
+    assert resolve("per-numa-node", TWO, 2, backing="tmpfs").notes == ()
 
 
 def test_every_row_is_usable() -> None:

@@ -211,3 +211,10 @@ def test_report_mode_exits_0(tmp_path):
     done = run(*PLACEMENT, "--engram-gate=report", f"--engram-report={tmp_path}")
     assert done.returncode == 0, done.stdout
     assert "NOT_MEASURED" in done.stdout
+
+
+def test_audit_of_nobody_is_a_usage_error():
+    """`pytest-engram audit` without a process says so and exits 4."""
+    done = command("audit")
+    assert done.returncode == 4
+    assert "no process is named" in done.stderr and "Traceback" not in done.stderr

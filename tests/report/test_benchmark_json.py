@@ -43,7 +43,8 @@ def _strict(path):
 
 
 def _python(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTEST_ADDOPTS": ""}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # not xdist's worker
+    environment = {**clean, "PYTHONPATH": ROOT}
     return subprocess.run(
         [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
         check=False,
@@ -75,7 +76,7 @@ def test_pytest_benchmark_reads_exactly_our_samples(project, make_evidence, make
         assert found[arm]["options"]["timer"] == "pytest_engram.replay"
         assert found[arm]["group"] == "engram B1"
     assert found["A"]["stats"]["rounds"] == 4
-    section = records.engram_section([make_verdict()], [evidence])
+    section = records.engram_section([make_verdict()], [evidence], {})
     benchmark.add_engram_section(project / "run.json", section)
     compared = _python(project, "pytest_benchmark", "compare", "run.json", "--columns=min,rounds")
     assert compared.returncode == 0, compared.stderr
@@ -150,7 +151,7 @@ def test_a_file_is_written_where_pytest_benchmark_wrote_none(tmp_path, make_verd
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], []))
+    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
     assert _strict(path)["engram"]["verdicts"][0]["experiment"] == "B1"
     assert _strict(path)["benchmarks"] == []
     compared = _python(tmp_path, "pytest_benchmark", "compare", "run.json")
@@ -162,7 +163,7 @@ def test_nan_of_others_becomes_null_and_is_listed(tmp_path, make_verdict):
     """X4: pytest-benchmark's bare NaN does not stay in the file, and the place is named."""
     path = tmp_path / "run.json"
     path.write_text('{"benchmarks": [{"stats": {"ops": NaN, "min": 1}}], "version": "5"}')
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], []))
+    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
     tree = _strict(path)
     assert tree["benchmarks"] == [{"stats": {"ops": None, "min": 1}}]
     assert tree["engram"]["replaced"] == ["$.benchmarks[0].stats.ops"]
@@ -172,7 +173,7 @@ def test_a_broken_file_is_kept_aside(tmp_path, make_verdict):
     """What pytest-benchmark left half-written is not lost and not parsed: ours is whole, theirs is `.broken`."""
     path = tmp_path / "run.json"
     path.write_text('{"benchmarks": [{"st')
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], []))
+    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
     assert _strict(path)["benchmarks"] == []
     assert (tmp_path / "run.json.broken").read_text() == '{"benchmarks": [{"st'
 
@@ -180,7 +181,7 @@ def test_a_broken_file_is_kept_aside(tmp_path, make_verdict):
 def test_adding_twice_changes_nothing(tmp_path, make_verdict):
     """The section replaces itself."""
     path = tmp_path / "run.json"
-    section = records.engram_section([make_verdict()], [])
+    section = records.engram_section([make_verdict()], [], {})
     benchmark.add_engram_section(path, section)
     first = path.read_bytes()
     benchmark.add_engram_section(path, section)
@@ -197,16 +198,9 @@ def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path, make_verdict, monke
 
     monkeypatch.setattr("os.replace", crash)
     with pytest.raises(OSError, match="disk full"):
-        benchmark.add_engram_section(path, records.engram_section([make_verdict()], []))
+        benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
     assert path.read_text() == '{"benchmarks": []}'
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_hook_form_changes_the_tree_in_place(make_verdict):
-    """`pytest_benchmark_update_json` hands a dict over; the section lands in that very dict."""
-    tree = {"benchmarks": [], "x": float("inf")}
-    benchmark.merge_section(tree, records.engram_section([make_verdict()], []))
-    assert (tree["x"], tree["engram"]["replaced"]) == (None, ["$.x"])
 
 
 @pytest.mark.parametrize("option", [None, Path("run.json"), SimpleNamespace(name="run.json"), "run.json"])

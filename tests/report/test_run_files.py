@@ -9,9 +9,9 @@ import pytest
 
 from pytest_engram import codec
 from pytest_engram.errors import UsageError
-from pytest_engram.model import Claim, Evidence, Status
+from pytest_engram.model import Evidence, Status
 from pytest_engram.report import records, results
-from pytest_engram.report.files import RunFolder
+from pytest_engram.report.records import write_run
 
 
 def _refuse(name):
@@ -34,7 +34,7 @@ def judge(make_verdict):
 def folder(tmp_path, make_evidence, judge):
     """A run folder with the experiment B1."""
     evidence = make_evidence()
-    RunFolder(tmp_path / "run").write([judge(evidence)], [evidence], command=["pytest", "-m", "overlap"])
+    write_run(tmp_path / "run", [judge(evidence)], [evidence], command=["pytest", "-m", "overlap"])
     judge.calls.clear()
     return tmp_path / "run"
 
@@ -61,7 +61,7 @@ def test_evidence_survives_the_disk(folder, make_evidence):
 def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evidence, judge):
     """Nothing overwrites anything; both come back and neither is pooled with the other."""
     pair = [make_evidence(), make_evidence()]
-    RunFolder(tmp_path).write([judge(each) for each in pair], pair)
+    write_run(tmp_path, [judge(each) for each in pair], pair)
     assert (tmp_path / "evidence-B1.2.json").exists()
     verdicts, _code, lines = results.gate_files([tmp_path], evaluate=judge)
     assert [verdict.experiment for verdict in verdicts] == ["B1", "B1"]
@@ -166,7 +166,7 @@ def test_an_edited_effect_is_found_out_but_not_its_last_bit(tmp_path, make_evide
     def evaluate(evidence, prior=()):
         return characterised
 
-    RunFolder(tmp_path).write([characterised], [make_evidence("A1")])
+    write_run(tmp_path, [characterised], [make_evidence("A1")])
     effect = ("engram", "verdicts", 0, "gates", 2, "effects", 0)
 
     def set_estimate(value):
@@ -196,7 +196,7 @@ def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
 def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
     """A3 sees A1 and B1 of its own run, whatever the order of the files."""
     run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]
-    RunFolder(tmp_path).write([judge(each) for each in run], run)
+    write_run(tmp_path, [judge(each) for each in run], run)
     judge.calls.clear()
     results.gate_files([tmp_path], evaluate=judge)
     assert judge.calls[-1] == ("A3", ["A1", "B1"])
@@ -209,14 +209,14 @@ def test_another_file_counts_only_with_an_equal_fingerprint(tmp_path, make_evide
     b1, a3 = make_evidence("B1"), make_evidence("A3", requires=("B1",))
     a3 = replace(a3, runs=(replace(run, fingerprint={**run.fingerprint, key: "other"}),))
     for name, evidence in (("b", b1), ("a", a3)):
-        RunFolder(tmp_path / name).write([judge(evidence)], [evidence])
+        write_run(tmp_path / name, [judge(evidence)], [evidence])
     judge.calls.clear()
     results.gate_files([tmp_path / "a", tmp_path / "b"], evaluate=judge)
     assert judge.calls[-1] == ("A3", seen)
 
 
 def _baseline(tmp_path, judge, evidences):
-    RunFolder(tmp_path / "base").write([judge(each) for each in evidences], evidences)
+    write_run(tmp_path / "base", [judge(each) for each in evidences], evidences)
     return tmp_path / "base"
 
 
@@ -278,18 +278,18 @@ def test_a_crash_while_writing_leaves_the_old_file(folder, monkeypatch):
     assert (path.read_bytes(), sorted(folder.iterdir())) == (before, names)
 
 
-def test_a_section_embeds_or_names_its_evidence(make_evidence, make_verdict):
+def test_a_section_embeds_or_names_its_evidence(folder, make_evidence, make_verdict):
     """A section stands alone unless its evidence lies in files beside it; NaN in provenance is null and listed."""
-    whole = records.engram_section([make_verdict()], [make_evidence()], provenance={"load": float("nan")})
+    whole = records.engram_section([make_verdict()], [make_evidence()], {"load": float("nan")})
     assert len(whole["evidence"]) == 1
     assert (whole["provenance"]["load"], whole["replaced"]) == (None, ["$.engram.provenance.load"])
-    named = records.engram_section([make_verdict()], [make_evidence()], evidence_files=["evidence-B1.json"])
+    named = json.loads((folder / "verdict.json").read_text())["engram"]
     assert (named["evidence"], named["evidence_files"]) == ([], ["evidence-B1.json"])
 
 
-def test_an_absent_case_blocks_the_gates_behind_it():
-    """The verdict of a missing case has five gates and the next step names the case."""
-    verdict = results.absent("B1", "no-evidence", "nothing")
+def test_an_absent_case_blocks_the_gates_behind_it(make_verdict):
+    """The verdict of a missing case has five gates, says nothing, and the next step names the case."""
+    verdict = results.absent(make_verdict(sentence="a speed-up"), "no-evidence", "nothing")
     assert [gate.status.value for gate in verdict.gates] == ["NOT_MEASURED", *["BLOCKED"] * 4]
-    assert verdict.claim is Claim.CHARACTERISES
+    assert (verdict.status, verdict.sentence) == (Status.NOT_MEASURED, None)
     assert "B1" in verdict.gates[0].next_step

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram.model import GATE_NAMES, Claim, Effect, Problem, Status, StepReceipt
+from pytest_engram.model import GATE_NAMES, Claim, Effect, Problem, Status
 from pytest_engram.report import numbers, terminal
 
 STOPS = {"reason": "exposed-wait-did-not-move", "observed": "exposed wait −0.4 % [−1.2, +0.5]",
@@ -139,23 +139,13 @@ def test_progress_lines(make_run):
     assert terminal.run_line("B1", 7, 24, lost, None).endswith("B   2.9 s  peer-died")
 
 
-def test_bring_up_lines():
-    """A step's line shows its time and the pages that it made; a replaced step says why."""
-    receipt = StepReceipt(step="pre-touch", rank=0, seconds=0.9, minor_faults=(0, 1), object_pages=(8, 6_291_464),
-                          mapped_pages=None)  # fmt: skip
-    assert terminal.bring_up_line("B1", receipt) == "B1  rank 0  pre-touch  900.0 ms  +6,291,456 object pages"
-    replaced = replace(receipt, not_applicable="hugetlb sets no shared policy")
-    assert terminal.bring_up_line("B1", replaced).endswith("not applicable: hugetlb sets no shared policy")
-    assert "object pages" not in terminal.bring_up_line("B1", replace(receipt, object_pages=None))
-
-
 def test_an_absent_effect_is_said_and_never_zero():
     """No estimate gives "absent" with its reason; an open interval has an infinite end; a measured zero is a zero."""
     effect = Effect(metric="ttft_p95", arm="B", estimate=None, low=None, high=None, p_value=None, blocks=3,
                     note="needs 3 more")  # fmt: skip
-    assert numbers.effect(effect) == "ttft_p95 absent (needs 3 more)"
+    assert numbers.effects([effect]) == "ttft_p95 absent (needs 3 more)"
     open_end = replace(effect, estimate=0.0, low=-0.01)
-    assert numbers.effect(open_end) == "ttft_p95 +0.0 % [−1.0, +∞]"
+    assert numbers.effects([open_end]) == "ttft_p95 +0.0 % [−1.0, +∞]"
 
 
 def test_effects_name_their_arms_once_there_are_several(lookup_effect):

@@ -193,7 +193,7 @@ def test_a_gate_behind_a_gap_is_out_of_reach(grow: Grow, make_experiment: Make) 
     root = grow("vm-unknown")
     (prospect,) = diagnose(read_topology(root), collect(root), [make_experiment()], BOTH)
     assert (prospect.engine, prospect.reach) == ("cuda", 1)
-    assert [rung.reason is None for rung in prospect.rungs] == [True, True, False, True, True]
+    assert [reason is None for reason in prospect.rungs] == [True, True, False, True, True]
 
 
 def test_a_refused_experiment_has_no_rungs(grow: Grow, make_experiment: Make) -> None:

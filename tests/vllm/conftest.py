@@ -68,7 +68,7 @@ def two_ranks():
         def rank(index):
             try:
                 results[index] = function(ThreadGroup(index, values, barrier))
-            except BaseException as error:  # noqa: BLE001  raised below, in the test's own thread
+            except BaseException as error:
                 errors.append(error)
                 barrier.abort()
 

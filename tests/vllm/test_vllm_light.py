@@ -97,6 +97,12 @@ def test_file_that_does_not_load_is_named(load, text):
     assert caught.value.code == "engine-import"
 
 
+def test_annotations_stay_objects(load):
+    """The loader's future import is not inherited: Triton refuses a kernel whose annotations became text."""
+    engine = load(files={"common/engram.py": "def kernel(size: int if False else None): pass\n"})
+    assert engine.get("kernel").__annotations__ == {"size": None}
+
+
 def test_engine_sees_its_own_torch(load):
     """The interpreter answers as a device and collectives go to our group; the rest is torch's own."""
     calls = []

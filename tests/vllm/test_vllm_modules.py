@@ -100,7 +100,7 @@ def test_launch_is_the_engines_own_arithmetic(vllm_backend, shard):
     assert vllm_backend.lookup(shard, ids, out, cap=64) == Launch(rows=48, tiles=3, grid=3)
     assert vllm_backend.lookup(shard, ids, out).grid == 3
     assert vllm_backend.lookup(shard, ids[:0], out[:0]) == Launch(rows=0, tiles=0, grid=0)
-    with pytest.raises(UsageError, match="at least one program"):
+    with pytest.raises(UsageError, match="at least 1 program"):
         vllm_backend.lookup(shard, ids, out, cap=0)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_engram import hashing, rows
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.errors import NotMeasurable, UsageError
+from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 
 torch = pytest.importorskip("torch", reason="vLLM's storage needs torch")
 
@@ -26,11 +26,11 @@ class Cuda:
     def cudart(self):
         return self
 
-    def cudaHostRegister(self, pointer, size, flags):  # noqa: N802  CUDA's own name
+    def cudaHostRegister(self, pointer, size, flags):
         self.registered.append(pointer)
         return types.SimpleNamespace(value=self._refuse)
 
-    def cudaHostUnregister(self, pointer):  # noqa: N802  CUDA's own name
+    def cudaHostUnregister(self, pointer):
         self.unregistered.append(pointer)
         return types.SimpleNamespace(value=0)
 
@@ -211,16 +211,6 @@ def test_more_tokens_than_the_staging_buffer_is_refused(layer):
         layer[0].prepare(np.zeros((9, 24), np.int32))
 
 
-def test_tables_are_named_for_the_audit(layer):
-    """The engine's tensors are named by process, address and bytes, with the backing that was chosen."""
-    made, weight, scales, _ = layer
-    named = {table.name: table for table in made.tables()}
-    assert named["weight"].table_bytes == weight.nbytes
-    assert named["scales"].table_bytes == scales.nbytes
-    assert named["weight"].address == made.module.embed_tokens.weight.data_ptr()
-    assert named["weight"].backing == "device"
-
-
 def test_shared_table_asks_for_cuda_and_a_group(vllm_backend, monkeypatch):
     """S8: without CUDA, or without peers, a shared table is refused before anything is allocated."""
     layout = hashing.EngramLayout.for_rows(9000)
@@ -229,7 +219,8 @@ def test_shared_table_asks_for_cuda_and_a_group(vllm_backend, monkeypatch):
         with pytest.raises(NotMeasurable, match="storage='device'"):
             EngineLayer(vllm_backend, layout, 0, storage="shared", **arguments)
     monkeypatch.setattr(vllm_backend, "interpreted", False)
-    with pytest.raises(UsageError, match="at least two ranks"):
+    with pytest.raises(EngramError, match="group with size > 1") as caught:
         EngineLayer(vllm_backend, layout, 0, storage="shared", **arguments)
+    assert caught.value.code == "engine-refused"
     with pytest.raises(UsageError, match="expected shared, pinned, thp, device"):
         EngineLayer(vllm_backend, layout, 0, storage="disk", **arguments)

@@ -9,15 +9,17 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import codec, experiment, policies
+from pytest_engram import codec, experiment, gates, policies
 from pytest_engram.errors import EngramError
-from pytest_engram.gates.case import Case
-from pytest_engram.gates.placement import placement
 from pytest_engram.model import (
+    CorrectnessSample,
     Evidence,
+    Experiment,
     Moment,
     PageDistribution,
     PlacementPlan,
@@ -76,20 +78,38 @@ def nodes_of(table: SharedTable) -> list[int]:
     return sorted(table.distributions[-1].pages)
 
 
-def gate_one(plan: PlacementPlan, audits: Sequence[PageDistribution]) -> str:
-    """The reason code of the placement gate for one run of one arm; "as-asked" where it finds no fault."""
-    chosen = experiment.load(HERE / "A1.yaml")
-    whole = Plan(
-        experiment=chosen, schedule=(), seed=0, protocol_hash="", engine="cpu", backends={}, placements={"A": plan},
-        cpus=(), rows=1,
-    )  # fmt: skip
+def gate_one(asked_for: PlacementPlan, audits: Sequence[PageDistribution]) -> str:
+    """Gate 1's reason for these audits in every arm; "as-asked" where it only misses a difference between arms.
+
+    Correctness is given: the ladder's first rung is not what is tested here.
+    """
+    plan = _plan(asked_for)
+    sound = (CorrectnessSample(case="given", contract="L1", passed=True),)
     samples = tuple(
         PlacementSample(rank=rank, distributions=tuple(a for a in audits if a.rank == rank))
         for rank in sorted({audit.rank for audit in audits})
     )
-    run = RunRecord(index=0, block=0, arm="A", started_at="", seconds=0.0, fingerprint={}, placement=samples)
-    reason = placement(Case(Evidence(plan=whole, runs=(run,), provenance={}))).reason
-    return "as-asked" if reason == "no-treatment" else reason  # there is no second arm to differ from
+    run = RunRecord(
+        index=0, block=0, arm="A", started_at="2026-01-01T00:00:00Z", seconds=0.0, fingerprint={"kernel": "one"},
+        correctness_before=sound, correctness_after=sound, placement=samples,
+    )  # fmt: skip
+    runs = tuple(replace(run, index=index, arm=arm) for index, arm in enumerate(("A", "A'", "B")))
+    reason = gates.evaluate(Evidence(plan=plan, runs=runs, provenance={})).gates[1].reason
+    return "as-asked" if reason == "no-treatment" else reason
+
+
+def _plan(asked_for: PlacementPlan) -> Plan:
+    chosen = _a1()
+    plan = Plan(
+        experiment=chosen, schedule=(), seed=0, protocol_hash="", engine="cpu", backends={},
+        placements=dict.fromkeys(chosen.arms, asked_for), cpus=((0,), (1,)), rows=1,
+    )  # fmt: skip
+    return replace(plan, protocol_hash=gates.plan_hash(plan))
+
+
+@cache
+def _a1() -> Experiment:
+    return experiment.load(HERE / "A1.yaml")
 
 
 def pages_text(audit: PageDistribution) -> str:
@@ -149,7 +169,7 @@ def untouched_follower(group: Any, _payload: Any) -> list[Any]:
     import pytest_engram.numa.table as protocol
 
     if group.rank == 1:
-        protocol.populate = lambda *_args, **_kwargs: "skipped"
+        setattr(protocol, "populate", lambda *_args, **_kwargs: "skipped")  # noqa: B010 - a re-exported name
     return _audited(build_table(group, asked("bind", 1, ranks=(0, 1)), BYTES), group)
 
 
@@ -199,7 +219,7 @@ def _audited(table: SharedTable, group: Any) -> list[Any]:
     for moment in (Moment.LOADED, Moment.REPLAYED):
         table.audit(moment)
     group.barrier(step="audited")
-    told = codec.to_builtins(table.distributions)
+    told: list[Any] = codec.to_builtins(table.distributions)
     table.close()
     return told
 

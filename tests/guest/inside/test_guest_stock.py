@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import guestkit
 import pytest
@@ -72,11 +73,11 @@ def test_a_private_mount_flips_stock_placement(home: None) -> None:
         guestkit.say("stock", f"private /dev/shm mpol={mpol}, on CPU 0", f"stock: nodes {one['nodes']}", one["text"])
 
 
-def _stock_under(mpol: str) -> dict[str, object]:
+def _stock_under(mpol: str) -> dict[str, Any]:
     mount = f"mount -t tmpfs -o size=256m,mpol={mpol} tmpfs /dev/shm"
     call = f'{sys.executable} -c "import guestkit; guestkit.stock_here()"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", f"{mount} && exec {call}"], capture_output=True, text=True, check=True
     )
-    found: dict[str, object] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -1,0 +1,44 @@
+"""The examples of docs/BACKENDS.md run as printed, and the suites can fail them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Run the correctness suite against a class of the document, optionally with one text replaced."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/BACKENDS.md").read_text(), re.DOTALL)
+
+    def run(name, old="", new=""):
+        text = "\n".join(blocks)
+        assert old in text
+        (tmp_path / "my_module.py").write_text(text.replace(old, new) if old else text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        command = [
+            sys.executable, "-m", "pytest", "suites/correctness", "-m", "correctness", "-q", "-p", "no:cacheprovider",
+            f"--engram-backend=my_module:{name}",
+        ]  # fmt: skip
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["Plain", "OwnTables"])
+def test_documented_backends_conform(suite, name):
+    """Both documented backends pass every case that they offer; the rest is skipped as not supported."""
+    done = suite(name)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "not supported by this backend" in done.stdout
+
+
+def test_a_mistake_in_the_example_is_named(suite):
+    """The control: a block that does not deepen fails with the contract line, token and layer."""
+    done = suite("Plain", "blocked |= bool(", "blocked = bool(")
+    assert done.returncode == 1
+    assert "H6" in done.stdout and "token" in done.stdout and "expected" in done.stdout
