@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import Backend, TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, ids_differ, rows_differ, source_rows
+from pytest_engram.checks_case import (
+    Case,
+    Finding,
+    Probe,
+    RowSource,
+    Unsupported,
+    engine_differs,
+    ids_differ,
+    rows_differ,
+    source_rows,
+)
 from pytest_engram.checks_hash import HASH_CASES
 from pytest_engram.checks_lookup import LOOKUP_CASES
 from pytest_engram.checks_prefetch import PREFETCH_CASES
@@ -20,8 +30,6 @@ from pytest_engram.model import CorrectnessSample
 from pytest_engram.rows import synthetic_at
 
 CASES: tuple[Case, ...] = (*HASH_CASES, *SLOT_CASES, *LOOKUP_CASES, *PREFETCH_CASES, *STORAGE_CASES)
-
-RowSource = Callable[[int, Any], tuple[Any, Any]]  # (layer index, rows int64 [n]) -> (weight u8, scales u8)
 
 
 def compact_cases() -> tuple[Case, ...]:
@@ -85,7 +93,7 @@ def check_engine(
     rows = source or synthetic_source(layout, seed)
     batches = {"engine": batch, "engine-edges": _edge_batch(batch.token_ids[:24])}
     found = {
-        name: _guarded(partial(_engine_differs, partial(engine.rows, each, settings), each, layout, token_map, rows))
+        name: _guarded(partial(engine_differs, partial(engine.rows, each, settings), each, layout, token_map, rows))
         for name, each in batches.items()
     }
     return tuple(_sample(name, "L1", each) for name, each in found.items())
@@ -128,20 +136,6 @@ def _sample(
         detail=f"declared difference: {declared}; {found.detail}" if declared else found.detail,
         token=found.token, head=found.head, layer=found.layer, expected=found.expected, seen=found.seen,
     )  # fmt: skip
-
-
-def _engine_differs(
-    path: Callable[[], Any], batch: HashBatch, layout: EngramLayout, token_map: Any, rows: RowSource
-) -> Finding | None:
-    expected = hash_ids(layout, batch, token_map)
-    ids, staged = path()
-    if found := ids_differ(ids, expected, layout):
-        return found
-    for layer, number in enumerate(layout.layer_ids):
-        want = source_rows(partial(rows, layer), expected[:, layer], layout.rows(layer), layout.head_dim)
-        if found := rows_differ(staged[:, layer], want, expected[:, layer], layer=number):
-            return found
-    return None
 
 
 def _shard_rows(ids: Any, shard: TableShard, layout: EngramLayout, source: Callable[[Any], Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from pytest_engram.backends.arrays import bf16_buffer, place, to_numpy
 from pytest_engram.backends.protocol import Backend, Hasher, Launch, TableShard
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, hash_ids, synthetic_token_map
 from pytest_engram.rows import decode_rows, lookup_rows, same_bits
+
+RowSource = Callable[[int, Any], tuple[Any, Any]]  # (layer index, rows int64 [n]) -> (weight u8, scales u8)
 
 _UNWRITTEN = 0x4BCD  # no FP8 value times a power of two has so long a mantissa
 _TOKENS = 129_000  # drawn token ids stay below the image sentinel
@@ -150,6 +153,21 @@ def source_rows(source: Callable[[Any], tuple[Any, Any]], ids: Any, rows: int, d
     if owned.any():
         expected[owned] = decode_rows(*source(ids[owned].astype(np.int64)))
     return expected
+
+
+def engine_differs(
+    path: Callable[[], Any], batch: HashBatch, layout: EngramLayout, token_map: Any, rows: RowSource
+) -> Finding | None:
+    """Ids and staged rows that ``path()`` gives for ``batch`` against the oracle's, layer by layer."""
+    expected = hash_ids(layout, batch, token_map)
+    ids, staged = path()
+    if found := ids_differ(ids, expected, layout):
+        return found
+    for layer, number in enumerate(layout.layer_ids):
+        want = source_rows(partial(rows, layer), expected[:, layer], layout.rows(layer), layout.head_dim)
+        if found := rows_differ(staged[:, layer], want, expected[:, layer], layer=number):
+            return found
+    return None
 
 
 def _bits(value: Any) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import Backend, Launch, TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, ids_differ, rows_differ, source_rows
+from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, engine_differs
 from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, table_bytes, table_views
-from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids
+from pytest_engram.hashing import EngramLayout, HashBatch
 from pytest_engram.model import Workload
 from pytest_engram.rows import synthetic_at
 
@@ -83,16 +83,11 @@ class _Bench:
 
     def differs(self, batch: HashBatch, submission: str = "early") -> Finding | None:
         """Compare the engine's ids and staged rows with the oracle's."""
-        expected = hash_ids(self.layout, batch, self._map)
-        ids, rows = self.engine.rows(batch, StepSettings(submission=submission))
-        if found := ids_differ(ids, expected, self.layout):
-            return found
-        for i, number in enumerate(_LAYERS):
-            source = partial(synthetic_at, dim=self.layout.head_dim, layer=i, seed=1)
-            want = source_rows(source, expected[:, i], self.layout.rows(i), self.layout.head_dim)
-            if found := rows_differ(rows[:, i], want, expected[:, i], layer=number):
-                return found
-        return None
+        path = partial(self.engine.rows, batch, StepSettings(submission=submission))
+        return engine_differs(path, batch, self.layout, self._map, self._source)
+
+    def _source(self, layer: int, rows: Any) -> Any:
+        return synthetic_at(rows, self.layout.head_dim, layer=layer, seed=1)
 
 
 @contextmanager

@@ -132,8 +132,7 @@ class Peer:
         merged = _merge([codec.from_builtins(p, RunRecord, source="a peer's record") for p in parts])
         if self.group.rank == 0:
             self.group.emit({"kind": "run", "value": codec.to_builtins(merged)})
-        checked = (*merged.correctness_before, *merged.correctness_after)
-        return all(sample.passed or not sample.supported for sample in checked)
+        return merged.correct
 
     def _settings(self, arm: str) -> StepSettings:
         changed = {**self.plan.experiment.hold, **self.plan.experiment.arms[arm]}

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_engram.errors import EngramError
-
-if TYPE_CHECKING:
-    from pytest_engram.edge import Edge
 
 MARKERS = (
     "correctness: contract cases of the backend under test; no GPU needed",
@@ -22,7 +18,6 @@ MARKERS = (
     "slow: takes more than a minute",
     "engram_experiments(variable, ...): parametrise `engram_experiment` over the experiments that change it",
 )
-EDGE: pytest.StashKey[Edge] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,10 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(provide, "engram-fixtures")
     try:
-        config.stash[EDGE] = Edge(config)
+        edge = Edge(config)
     except EngramError as error:
         raise pytest.UsageError(str(error)) from None
-    config.pluginmanager.register(config.stash[EDGE], "engram-edge")
+    config.pluginmanager.register(edge, "engram-edge")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def engram_edge(pytestconfig: pytest.Config) -> Edge:
     """The plugin's own state of this session; the other fixtures are windows into it."""
-    from pytest_engram.plugin import EDGE
-
-    return pytestconfig.stash[EDGE]
+    return cast("Edge", pytestconfig.pluginmanager.get_plugin("engram-edge"))
 
 
 @pytest.fixture(scope="session")

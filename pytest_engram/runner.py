@@ -38,12 +38,13 @@ def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.execu
     provenance = {**collect(), **user, "topology": {"value": topology}}
     records: list[RunRecord] = []
     problems: list[Problem] = []
+    ended: Problem | None = None
     for world in _worlds(plan):
-        done, problem = _run_world(plan, world, tell, python)
+        done, problem = ([], None) if ended else _run_world(plan, world, tell, python)
         records += done
-        if problem is not None:
-            problems.append(problem)
-        records += [_lost(run, problem or _STOPPED) for run in world[len(done) :]]
+        problems += [problem] if problem else []
+        ended = ended or (None if all(record.correct for record in done) else _STOPPED)
+        records += [_lost(run, ended or problem or _STOPPED) for run in world[len(done) :]]
     control = _control(plan, tell, python) if plan.experiment.positive_control and not problems else ()
     return Evidence(
         plan=plan, runs=tuple(records), provenance=provenance, problems=tuple(problems), control=tuple(control)

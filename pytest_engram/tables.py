@@ -82,18 +82,21 @@ def place(
 
     thread = threading.Thread(target=launch, name="engram-table", daemon=True)
     thread.start()
-    told = dict(news.get() for _ in range(ranks))
-    if -1 in told:
-        os.close(flag)
-        raise told[-1]
-    layout, mine = EngramLayout.for_rows(rows), BACKINGS[backing](table_bytes(EngramLayout.for_rows(rows)))
+    told: dict[int, Any] = {}
+    while len(told) < ranks:
+        rank, value = news.get()
+        if rank < 0:
+            os.close(flag)
+            raise value
+        told[rank] = value
+    layout, reports = EngramLayout.for_rows(rows), [told[rank] for rank in range(ranks)]
+    mine = BACKINGS[backing](table_bytes(layout))
     mine.attach(told[0]["handle"])
     mine.map()
-    reports = [told[rank] for rank in range(ranks)]
     return PlacedTable(
         layout=layout, backing=mine, seed=seed, _release=flag, _thread=thread,
-        receipts=[codec.from_builtins(one, StepReceipt) for report in reports for one in report["receipts"]],
-        distributions=[codec.from_builtins(d, PageDistribution) for report in reports for d in report["distributions"]],
+        receipts=[codec.from_builtins(one, StepReceipt) for told in reports for one in told["receipts"]],
+        distributions=[codec.from_builtins(one, PageDistribution) for told in reports for one in told["distributions"]],
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pytest_engram.numa.table import SharedTable, build_table
 from pytest_engram.rows import gated_residual, lookup_rows
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("layout.py", "hashing.py", "rows.py", "backends/reference.py", "gpu/gather.py", "gpu/_kernels.py")
+_SOURCES = ("layout.py", "hashing.py", "rows.py", "backends/reference.py", "gpu/gather.py", "gpu/hash.py", "gpu/_kernels.py")
 
 
 class ReferenceBackend:
@@ -42,7 +42,7 @@ class ReferenceBackend:
         return {"backend": self.name, "version": _version(), **hashes}
 
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> ReferenceHasher:
-        """See the protocol; ids are numpy on both engines."""
+        """See the protocol; the hasher also offers ``on_device``, which the CUDA engine takes."""
         return ReferenceHasher(layout, token_map, slot_cache=slot_cache)
 
     def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
@@ -79,6 +79,7 @@ class ReferenceHasher:
     def __init__(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> None:
         self._layout, self._token_map, self._slot_cache = layout, np.asarray(token_map), slot_cache
         self._cache: SlotCache | None = None
+        self._device: Any = None
 
     def __call__(self, batch: HashBatch) -> Any:
         """Hash ids int32 [T, L, H]."""
@@ -86,9 +87,19 @@ class ReferenceHasher:
             raise UsageError("the slot cache is not bound", code="unbound-slots", way_out="call bind(num_slots) first")
         return hash_ids(self._layout, batch, self._token_map, self._cache)
 
+    def on_device(self, batch: HashBatch, device: Any) -> tuple[Any, Any, Any]:
+        """(launch of the hash, token ids, keep) on a torch device; see :meth:`gpu.hash.DeviceHasher.stage`."""
+        if self._device is None:
+            from pytest_engram.gpu.hash import DeviceHasher
+
+            self._device = DeviceHasher(self._layout, self._token_map, device)
+            if self._cache is not None:
+                self._device.bind(len(self._cache.values))
+        return self._device.stage(batch)  # type: ignore[no-any-return]
+
     def bind(self, num_slots: int) -> None:
         """(Re)bind a slot cache; history is dropped."""
-        self._cache = SlotCache(num_slots) if self._slot_cache else None
+        self._cache, self._device = SlotCache(num_slots) if self._slot_cache else None, None
 
     def dummy(self, tokens: int) -> tuple[Any, Any]:
         """(ids int32 [tokens, L, H] all dead, keep bool [tokens] all False) of a replica without requests (H17)."""

@@ -1,31 +1,32 @@
 """The CUDA engine: a decoder-like main stream, and one side stream on which a kernel reads registered host rows.
 
-Hashing and the upload of ids come before the measured step.  With ``hold`` the main stream is occupied until the host
-has enqueued the step, so that the events measure the GPU and not the speed of Python; an open-loop load, whose clock
-is the host's, switches it off.  Steps run eagerly: no CUDA graph.
+A batch goes up before the measured step, as in a server whose tokens live on the GPU; hashing is its first piece if
+the backend's hasher offers ``on_device(batch, device)``, else it is done before, too.  With ``hold`` the main stream is
+occupied until the host has enqueued the step, so that the events measure the GPU and not the speed of Python; an
+open-loop load, whose clock is the host's, switches it off.  A step synchronises once, at its end.  No CUDA graph.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pytest_engram.engines.decoder import Decoder
-from pytest_engram.engines.protocol import EngineSetup, Registration, StepResult, StepSettings
-from pytest_engram.engines.tables import full_shards
-from pytest_engram.errors import EngramError, NotMeasurable, UsageError
+from pytest_engram.engines.chain import TorchChain
+from pytest_engram.engines.prefetch import Ticket
+from pytest_engram.engines.protocol import EngineSetup, Registration
+from pytest_engram.engines.step import SuiteEngine
+from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu import gather, registration, timeline
 from pytest_engram.gpu.streams import PrefetchStream
 from pytest_engram.gpu.views import device_view
 from pytest_engram.hashing import HashBatch
-from pytest_engram.model import Timeline
 
 _HOLD_NS = (200_000, 20_000_000)  # bounds of a hold; the first steps compile and must not teach it
 _HOLD_MARGIN = 1.25
-_IMPOSSIBLE = 0x7FFF  # a NaN that no lookup writes: a row that was not staged cannot pass for one that was
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Platform:
     spin: Callable[[int], None]
 
 
-class CudaEngine:
+class CudaEngine(SuiteEngine):
     """One rank's suite loop on the GPU ``rank`` modulo the visible ones."""
 
     name = "cuda"
@@ -49,18 +50,15 @@ class CudaEngine:
                 f"backend {setup.backend.name} has no GPU path", code="backend-engine", who="cuda engine"
             )
         self.resolution_ns, self.hold, self._enqueue_ns = timeline.RESOLUTION_NS, True, _HOLD_NS[0]
-        self._platform = _platform(setup.rank) if platform is None else platform
-        layout = setup.layout
-        self._setup, self._tables = setup, _tables(setup)
-        timeline.self_test(self._platform.cuda, self._platform.spin)
-        self._hasher = setup.backend.hasher(layout, setup.token_map, slot_cache=False)
-        views = tuple((self._platform.view(weight), self._platform.view(scales)) for weight, scales in setup.tables)
-        self._shards: tuple[Any, ...] = full_shards(views, layout)
-        self._decoder = Decoder(layout, setup.workload, setup.seed, self._platform.device)
+        self._platform = here = _platform(setup.rank) if platform is None else platform
+        timeline.self_test(here.cuda, here.spin)
+        super().__init__(setup, tuple((here.view(weight), here.view(scales)) for weight, scales in setup.tables))
+        layout, layers = setup.layout, len(setup.tables)
+        self._chain = TorchChain(layout, setup.workload, setup.seed, here.device)
         self._prefetch = PrefetchStream(
-            len(views), setup.max_tokens, layout.columns, layout.head_dim,
-            device=self._platform.device, cuda=self._platform.cuda,
-        )  # fmt: skip
+            layers, setup.max_tokens, layout.columns, layout.head_dim, device=here.device, cuda=here.cuda
+        )
+        self._staging = self._prefetch.staging
 
     @staticmethod
     def unavailable() -> str | None:
@@ -97,39 +95,6 @@ class CudaEngine:
 
         return register
 
-    def step(self, batch: HashBatch, settings: StepSettings, *, marks: bool, index: int = 0) -> StepResult:
-        """See :class:`~pytest_engram.engines.protocol.Engine`.
-
-        Raises:
-            UsageError: the batch is larger than ``max_tokens`` or the submission is unknown.
-            EngramError: ``cuda-failed`` when the device reports an error of this step.
-        """
-        ids = self._prepare(batch, settings)
-        tokens, keep = self._upload(batch.token_ids).long(), self._upload(~batch.dead)
-        trace = timeline.Marks(self._platform.cuda, full=marks)
-        if self.hold:
-            self._platform.spin(round(self._enqueue_ns * _HOLD_MARGIN))
-        step = _Step(ids, keep, settings, trace)
-        started = time.perf_counter_ns()
-        trace.mark("begin")
-        trace.mark("hash_ready")
-        hidden = self._forward(step, tokens)
-        trace.mark("end")
-        self._enqueue_ns = min(max(time.perf_counter_ns() - started, _HOLD_NS[0]), _HOLD_NS[1])
-        return self._result(step, self._finish(hidden), index if marks else None)
-
-    def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
-        """See :class:`~pytest_engram.engines.protocol.Engine`; the same stream and the same staging as a step."""
-        import torch
-
-        step = _Step(self._prepare(batch, settings), None, settings, timeline.Marks(self._platform.cuda, full=False))
-        self._prefetch.staging.view(torch.int16).fill_(_IMPOSSIBLE)
-        self._submit_early(step)
-        for layer in self._tables:
-            self._consume(step, layer)
-        staged = self._prefetch.staging[:, : len(step.ids)].transpose(0, 1).contiguous().view(torch.int16)
-        return self._finish(step.ids), self._finish(staged).view("uint16")
-
     def drift(self) -> dict[str, float]:
         """SM clock, active throttle reasons and the last step's enqueue time; what is not readable is absent."""
         return {"enqueue_ms": self._enqueue_ns / 1e6, **_gpu_state(self._platform)}
@@ -140,95 +105,62 @@ class CudaEngine:
             self._platform.cuda.synchronize()
         self._shards = ()
 
-    def _prepare(self, batch: HashBatch, settings: StepSettings) -> Any:
-        if not self._shards:
-            raise EngramError("the engine is closed", code="closed", who=f"rank {self._setup.rank}")
-        if settings.submission not in {"early", "at_consumption"}:
-            raise UsageError(
-                f"submission {settings.submission!r}", code="bad-submission", who="cuda engine",
-                expected="'early' or 'at_consumption'",
-            )  # fmt: skip
-        self._prefetch.rows(0, len(batch.token_ids))  # refuses a batch that does not fit
-        return self._upload(self._hasher(batch))
+    def _stage(self, batch: HashBatch) -> tuple[Any, Any]:
+        if on_device := getattr(self._hasher, "on_device", None):
+            self._launch, tokens, keep = on_device(batch, self._platform.device)
+            return tokens, keep
+        ids = self._upload(self._hasher(batch))
+        self._launch = lambda: ids
+        return self._upload(batch.token_ids), self._upload(~batch.dead)
+
+    def _hash(self, batch: HashBatch) -> Any:  # noqa: ARG002 - it was staged
+        return self._launch()
 
     def _upload(self, array: Any) -> Any:
         import torch
 
-        tensor = array if isinstance(array, torch.Tensor) else torch.tensor(array)
-        return tensor.to(self._platform.device)
+        device = self._platform.device
+        tensor = array if isinstance(array, torch.Tensor) else torch.tensor(array, pin_memory=device.type == "cuda")
+        return tensor.to(device, non_blocking=True)
 
-    def _forward(self, step: _Step, tokens: Any) -> Any:
-        hidden = self._decoder.embed(tokens)
-        self._submit_early(step)
-        for layer in range(self._setup.workload.layers):
-            if layer in self._tables:
-                hidden = self._engram(step, layer, hidden)
-            with step.trace.span("compute", layer):
-                hidden = self._decoder.layer(hidden, layer)
-        return hidden
+    def _marks(self, *, full: bool) -> timeline.Marks:
+        return timeline.Marks(self._platform.cuda, full=full)
 
-    def _submit_early(self, step: _Step) -> None:
-        if step.settings.submission == "early":
-            for layer in self._tables:
-                self._submit(step, layer)
+    @contextmanager
+    def _enqueue(self) -> Iterator[None]:
+        if self.hold:
+            self._platform.spin(round(self._enqueue_ns * _HOLD_MARGIN))
+        started = time.perf_counter_ns()
+        yield
+        self._enqueue_ns = min(max(time.perf_counter_ns() - started, _HOLD_NS[0]), _HOLD_NS[1])
 
-    def _submit(self, step: _Step, layer: int) -> None:
-        """Enqueue one lookup; both submission points use the same stream, staging, kernel and background cap."""
-        table, cap = self._tables[layer], step.settings.cap
-        step.trace.mark("submit", layer)
-        step.launches[layer] = self._prefetch.submit(
-            table, step.ids[:, table], partial(self._setup.backend.lookup, self._shards[table]),
-            cap=gather.background_cap(self._platform.device) if cap is None else cap,
-            mark=lambda name: step.trace.mark(name, layer),
-        )  # fmt: skip
+    def _ticket(self, layer: int, table: int, ids: Any, cap: int | None) -> Ticket:
+        """Both submission points use the same stream, staging, kernel and background cap."""
+        mark, lookup = partial(self._trace.mark, layer=layer), partial(self._setup.backend.lookup, self._shards[table])
+        cap = gather.background_cap(self._platform.device) if cap is None else cap
+        return Ticket(partial(self._prefetch.submit, table, ids[:, table], lookup, cap=cap, mark=mark), mark)
 
-    def _consume(self, step: _Step, layer: int) -> Any:
-        """Wait for the layer's rows bf16 [T, H, dim], which are submitted only now unless that was done early."""
-        if step.settings.submission != "early":
-            self._submit(step, layer)
-        step.trace.mark("wait_before", layer)
+    def _submit(self, ticket: Ticket) -> None:
+        ticket.mark("submit")
+        ticket.launch = ticket.run()
+
+    def _await(self, layer: int, ticket: Ticket) -> None:  # noqa: ARG002 - its event tells
         self._prefetch.consume(self._tables[layer])
-        step.trace.mark("wait_after", layer)
-        return self._prefetch.rows(self._tables[layer], len(step.ids))
-
-    def _engram(self, step: _Step, layer: int, hidden: Any) -> Any:
-        rows = self._consume(step, layer)
-        with step.trace.span("projection", layer):
-            key, value = self._decoder.project(rows)
-        with step.trace.span("gate", layer):
-            norms = self._decoder.query_norm, self._decoder.key_norm
-            return self._setup.backend.gate(hidden, key, value, *norms, step.keep)
 
     def _finish(self, tensor: Any) -> Any:
-        """Wait for the device and bring a result to numpy."""
+        """Bring a result to numpy; the one wait for the device."""
         try:
+            host = tensor.contiguous().to("cpu", non_blocking=True)
             self._platform.cuda.synchronize()
-            return tensor.cpu().numpy()
         except RuntimeError as error:
-            raise EngramError(str(error), code="cuda-failed", who=f"rank {self._setup.rank}", where="step") from error
+            raise self._failed(str(error), "cuda-failed", "step") from error
+        return host.numpy().copy()  # pinned memory goes back to torch's cache
 
-    def _result(self, step: _Step, output: Any, index: int | None) -> StepResult:
-        trace = step.trace
-        begin, end = trace.ns("begin"), trace.ns("end")
-        result = StepResult(end - begin, end - begin - trace.waited_ns(), output)
-        if index is None:
-            return result
-        marked = Timeline(
-            rank=self._setup.rank, step=index, begin=begin, end=end, tokens=len(output),
-            lookups=trace.lookups(step.launches), spans=trace.spans(),
-        )  # fmt: skip
-        return replace(result, timeline=marked)
+    @property
+    def _bits(self) -> Any:
+        import torch
 
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What one step carries along: ids int32 [T, L, H] and keep bool [T] on the device."""
-
-    ids: Any
-    keep: Any
-    settings: StepSettings
-    trace: timeline.Marks
-    launches: dict[int, Any] = field(default_factory=dict)
+        return self._staging.view(torch.int16)
 
 
 def _platform(rank: int) -> Platform:
@@ -236,17 +168,6 @@ def _platform(rank: int) -> Platform:
     import torch
 
     return Platform(cuda=torch.cuda, device=device, view=device_view, spin=timeline.spin)
-
-
-def _tables(setup: EngineSetup) -> dict[int, int]:
-    """Layer of the main chain -> index of its table, in the order of the layers."""
-    layers = setup.workload.engram_layers
-    if len(layers) != len(setup.tables) or sorted(set(layers)) != list(layers) or layers[-1] >= setup.workload.layers:
-        raise UsageError(
-            f"Engram layers {layers} with {len(setup.tables)} tables and {setup.workload.layers} layers",
-            code="bad-layers", who="cuda engine", expected="one rising layer number per table, below the layer count",
-        )  # fmt: skip
-    return {layer: index for index, layer in enumerate(layers)}
 
 
 def _gpu_state(platform: Platform) -> dict[str, float]:

@@ -27,6 +27,7 @@ class SuiteEngine:
     name = ""
     _chain: Any
     _staging: Any
+    _trace: HostMarks
     _stage: Callable[[HashBatch], tuple[Any, Any]]  # (token ids [T], keep bool [T]) where the engine computes
     _enqueue: Callable[[], AbstractContextManager[None]]  # around what the step clock sees
     _submit: Callable[[Ticket], None]
@@ -37,7 +38,6 @@ class SuiteEngine:
         self._setup, self._tables = setup, consumers(setup)
         self._hasher = setup.backend.hasher(setup.layout, setup.token_map, slot_cache=False)
         self._shards: tuple[Any, ...] = full_shards(tables, setup.layout)
-        self._trace = self._marks(full=False)
 
     def step(self, batch: HashBatch, settings: StepSettings, *, marks: bool, index: int = 0) -> StepResult:
         """See :class:`~pytest_engram.engines.protocol.Engine`.
@@ -97,8 +97,11 @@ class SuiteEngine:
 
     def _prepare(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, dict[int, Ticket]]:
         """Hash the batch, int32 [T, L, H], and make one ticket per Engram layer, in the order of the layers."""
-        ids = self._hasher(batch)
+        ids = self._hash(batch)
         return ids, {layer: self._ticket(layer, i, ids, settings.cap) for layer, i in self._tables.items()}
+
+    def _hash(self, batch: HashBatch) -> Any:
+        return self._hasher(batch)
 
     def _ticket(self, layer: int, table: int, ids: Any, cap: int | None) -> Ticket:
         lookup = partial(self._setup.backend.lookup, self._shards[table])

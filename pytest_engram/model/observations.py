@@ -226,6 +226,11 @@ class RunRecord:
     drift: dict[str, float] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
+    @property
+    def correct(self) -> bool:
+        """Whether no supported correctness case failed, before or after timing."""
+        return all(s.passed or not s.supported for s in (*self.correctness_before, *self.correctness_after))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:

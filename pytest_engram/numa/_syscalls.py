@@ -19,31 +19,20 @@ from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
 
-MPOL_DEFAULT, MPOL_PREFERRED, MPOL_BIND, MPOL_INTERLEAVE, MPOL_LOCAL = 0, 1, 2, 3, 4
-MPOL_PREFERRED_MANY, MPOL_WEIGHTED_INTERLEAVE = 5, 6
+MPOL_DEFAULT, MPOL_BIND = 0, 2
+# by number
+MODE_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
+MODES = {name: number for number, name in enumerate(MODE_NAMES)}
 MPOL_F_MEMS_ALLOWED = 1 << 2
 MPOL_MODE_FLAGS = 0b111 << 13  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES, MPOL_F_NUMA_BALANCING
-MPOL_MF_STRICT, MPOL_MF_MOVE, MPOL_MF_MOVE_ALL = 1 << 0, 1 << 1, 1 << 2
+MPOL_MF_MOVE = 1 << 1
 MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 22, 23, 25
 PR_SET_PDEATHSIG = 1
 UNANSWERED = 0x7F7F7F7F  # no node and no errno looks like this
 
-MODES = {
-    "default": MPOL_DEFAULT,
-    "preferred": MPOL_PREFERRED,
-    "bind": MPOL_BIND,
-    "interleave": MPOL_INTERLEAVE,
-    "weighted-interleave": MPOL_WEIGHTED_INTERLEAVE,
-}
-MODE_NAMES = {number: name for name, number in MODES.items()} | {
-    MPOL_LOCAL: "local",
-    MPOL_PREFERRED_MANY: "preferred-many",
-}
-_NUMBERS = {  # (x86_64, aarch64)
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "get_mempolicy": (239, 236),
-    "move_pages": (279, 239),
+_NUMBERS = {
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
+    "aarch64": {"mbind": 235, "set_mempolicy": 237, "get_mempolicy": 236, "move_pages": 239},
 }
 _MASK_BITS = 1024  # MAX_NUMNODES of every distribution kernel; larger masks are refused from 4,097 bits on
 
@@ -51,17 +40,6 @@ _MASK_BITS = 1024  # MAX_NUMNODES of every distribution kernel; larger masks are
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
-
-
-def _number(name: str) -> int:
-    machine = platform.machine()
-    if machine not in ("x86_64", "aarch64"):
-        raise NotMeasurable(
-            f"no number is known for the system call {name} on {machine}",
-            code="unknown-architecture",
-            expected="x86_64 or aarch64",
-        )
-    return _NUMBERS[name][machine == "aarch64"]
 
 
 def _checked(result: int, name: str) -> int:
@@ -72,8 +50,12 @@ def _checked(result: int, name: str) -> int:
 
 
 def _call(name: str, *arguments: Any) -> int:
-    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
-    return _checked(int(_libc().syscall(ctypes.c_long(_number(name)), *words)), name)
+    numbers = _NUMBERS.get(machine := platform.machine())
+    if numbers is None:
+        seen, known = f"no number is known for the system call {name} on {machine}", " or ".join(_NUMBERS)
+        raise NotMeasurable(seen, code="unknown-architecture", expected=known)
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in (numbers[name], *arguments)]
+    return _checked(int(_libc().syscall(*words)), name)
 
 
 def _mask(nodes: Sequence[int]) -> Any:
@@ -100,7 +82,7 @@ def get_mempolicy() -> tuple[str, tuple[int, ...]]:
     mode = ctypes.c_int()
     nodes = _read_policy(ctypes.byref(mode), 0)
     number = mode.value & ~MPOL_MODE_FLAGS
-    return MODE_NAMES.get(number, f"mode {number}"), nodes
+    return MODE_NAMES[number] if number < len(MODE_NAMES) else f"mode {number}", nodes
 
 
 def mems_allowed() -> tuple[int, ...]:
@@ -126,19 +108,9 @@ def page_status(pid: int, addresses: Sequence[int]) -> bytes:
     return bytes(status)
 
 
-def move_pages(addresses: Sequence[int], nodes: Sequence[int], *, move_all: bool = False) -> list[int]:
-    """Ask to move pages of this process; one status per page.  For negative tests: a later query is the evidence."""
-    count = len(addresses)
-    pages, targets = (ctypes.c_void_p * count)(*addresses), (ctypes.c_int * count)(*nodes)
-    status = (ctypes.c_int * count)(*[UNANSWERED] * count)
-    _call("move_pages", 0, count, pages, targets, status, MPOL_MF_MOVE_ALL if move_all else MPOL_MF_MOVE)
-    return list(status)
-
-
 def madvise(address: int, nbytes: int, advice: int) -> None:
     """``madvise(2)``; EINVAL means that this kernel does not know the advice."""
-    libc = _libc()
-    _checked(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)), "madvise")
+    _checked(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)), "madvise")
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -153,16 +125,14 @@ def address_of(buffer: Any) -> int:
 
 def refused(error: OSError, step: str) -> PlacementError:
     """The error a person reads when the kernel or a sandbox refused a placement call."""
-    if error.errno in (errno.EPERM, errno.EACCES):
-        return PlacementError(
-            str(error),
-            code="blocked-by-sandbox",
-            where=step,
-            expected="CAP_SYS_NICE or a seccomp profile that allows mbind, set_mempolicy and move_pages",
-            way_out="run the container with --cap-add SYS_NICE (CAP_SYS_NICE / seccomp), or relax its seccomp profile",
-        )
-    name = errno.errorcode.get(error.errno or 0, "unknown").lower()
-    return PlacementError(str(error), code=f"kernel-{name}", where=step)
+    if error.errno not in (errno.EPERM, errno.EACCES):
+        name = errno.errorcode.get(error.errno or 0, "unknown").lower()
+        return PlacementError(str(error), code=f"kernel-{name}", where=step)
+    return PlacementError(
+        str(error), code="blocked-by-sandbox", where=step,
+        expected="CAP_SYS_NICE or a seccomp profile that allows mbind, set_mempolicy and move_pages",
+        way_out="run the container with --cap-add SYS_NICE (CAP_SYS_NICE / seccomp), or relax its seccomp profile",
+    )  # fmt: skip
 
 
 def probe_mbind(nodes: Sequence[int] = ()) -> str | None:

@@ -46,15 +46,12 @@ class Backing:
         try:
             self._descriptor = os.open(handle["path"], os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise PlacementError(
-                f"cannot open {handle['path']}: {error.strerror}", code="peer-object-unreachable", where="map",
-                way_out="run all ranks as one user in one PID namespace",
-            ) from error  # fmt: skip
-        if self.identity != handle["identity"]:
-            raise PlacementError(
-                f"{handle['path']} is object {self.identity}",
-                code="wrong-object", where="map", expected=handle["identity"],
-            )  # fmt: skip
+            seen = f"cannot open {handle['path']}: {error.strerror}"
+            way_out = "run all ranks as one user in one PID namespace"
+            raise PlacementError(seen, code="peer-object-unreachable", where="map", way_out=way_out) from error
+        if self.identity != (expected := handle["identity"]):
+            seen = f"{handle['path']} is object {self.identity}"
+            raise PlacementError(seen, code="wrong-object", where="map", expected=expected)
 
     def map(self) -> None:
         """Map the whole object shared and writable; touches nothing."""
@@ -100,15 +97,16 @@ class Backing:
 
     def close(self) -> None:
         """Drop the descriptor and the mapping; a mapping with live views goes with its last view."""
-        self._view, mapping, self._map = None, self._map, None
+        mapping, descriptor = self._map, self._descriptor
+        self._view, self._map, self._descriptor = None, None, -1
         if mapping is not None:
             with contextlib.suppress(BufferError):
                 mapping.close()
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             os.close(descriptor)
 
     def _open(self) -> int:
+        """Make the object, with no name that outlives this call."""
         raise NotImplementedError
 
 
@@ -120,10 +118,10 @@ class Tmpfs(Backing):
     def _open(self) -> int:
         mount = procfs.mount_of(SHM, procfs.parse_mounts(Path("/proc/mounts").read_text()))
         if mount is None or mount.kind != "tmpfs":
+            seen, expected = f"{SHM} is {mount.kind if mount else 'absent'}", "tmpfs: an ordinary file ignores mbind"
             raise NotMeasurable(
-                f"{SHM} is {mount.kind if mount else 'absent'}", code="shm-not-tmpfs", where="create",
-                expected="tmpfs: an ordinary file ignores mbind", way_out="use the memfd backing",
-            )  # fmt: skip
+                seen, code="shm-not-tmpfs", where="create", expected=expected, way_out="use the memfd backing"
+            )
         try:
             return os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
         except OSError:  # a sandbox without O_TMPFILE
@@ -136,9 +134,10 @@ class Memfd(Backing):
     """An anonymous shmem object, not limited by the size of /dev/shm."""
 
     name = "memfd"
+    flags = os.MFD_CLOEXEC
 
     def _open(self) -> int:
-        return os.memfd_create("pytest-engram", os.MFD_CLOEXEC)
+        return os.memfd_create("pytest-engram", self.flags)
 
 
 class Hugetlb(Memfd):
@@ -147,9 +146,7 @@ class Hugetlb(Memfd):
     name = "hugetlb"
     policy_per_mapper = True
     page_bytes = PMD_BYTES
-
-    def _open(self) -> int:
-        return os.memfd_create("pytest-engram", os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    flags = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB
 
     def map(self) -> None:
         """Map the object; the pool must hold all its pages."""

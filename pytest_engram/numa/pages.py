@@ -45,7 +45,8 @@ def audit_range(
     _require(identities, identity, "not-mapped", where, "the range maps")
     end = -(-(address + nbytes) // page_bytes) * page_bytes
     part = strata(range(address // page_bytes * page_bytes, end, page_bytes), sample, identity)
-    whole = strata(range(vmas[0].start, vmas[-1].end, page_bytes), sample, identity)  # of which numa_maps speaks
+    span = range(vmas[0].start, vmas[-1].end, page_bytes)  # numa_maps speaks of whole VMAs
+    whole = strata(span, sample, identity)
     with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
         smaps = pool.submit(mapped_vmas, address, nbytes, pid=pid, where=where)
         text = pool.submit(_records, pid, "numa_maps", address, end, where)
@@ -56,7 +57,7 @@ def audit_range(
     _require(page, page_bytes, "page-size", where, "a page has bytes")
     covered = (sum(placed.values()) + sum(unplaced.values())) * page
     _require(covered, len(part) * page, "coverage", where, "answered bytes:")
-    _compare_routes(lines, first, whole, vmas[-1].end - vmas[0].start, page, where)
+    _compare_routes(lines, first, whole, span, where)
     return PageDistribution(
         rank=rank, moment=moment, table=table, identity=identity, address=address, table_bytes=nbytes,
         page_bytes=page, pages=placed, unplaced=unplaced, covered_bytes=covered,
@@ -134,15 +135,14 @@ def _count_statuses(status: bytes) -> collections.Counter[int]:
 
 
 def _compare_routes(
-    lines: Sequence[procfs.NumaMapsLine], placed: dict[int, int], asked: Sequence[int], nbytes: int, page: int,
-    where: str,
-) -> None:  # fmt: skip
+    lines: Sequence[procfs.NumaMapsLine], placed: dict[int, int], asked: Sequence[int], span: range, where: str
+) -> None:
     """The same pages by both routes; where only some were asked, shares that differ by no more than twice the bound."""
     told: collections.Counter[int] = collections.Counter()
     for line in lines:
-        told.update({node: count * (line.page_bytes or 0) // page for node, count in line.pages.items()})
-    scale = nbytes / page / len(asked)
-    if any(abs(told[n] - placed.get(n, 0) * scale) > 2 * _bound(asked) * nbytes / page for n in {*told, *placed}):
+        told.update({node: count * (line.page_bytes or 0) // span.step for node, count in line.pages.items()})
+    scale, most = len(span) / len(asked), 2 * _bound(asked) * len(span)
+    if any(abs(told[node] - placed.get(node, 0) * scale) > most for node in {*told, *placed}):
         raise PlacementError(
             f"numa_maps counts {dict(sorted(told.items()))} pages per node and move_pages {placed}",
             code="route-disagreement", where=where, expected="the same pages by both routes",

@@ -42,7 +42,8 @@ def gate_files(
         verdicts, lines = verdicts + gaps, lines + text
     if markdown is not None:
         evidences = [result.evidence for result in found if result.evidence is not None]
-        codec.write_atomic(markdown, page.render(verdicts, evidences, {}).encode())
+        machine = evidences[0].provenance if evidences else {}
+        codec.write_atomic(markdown, page.render(verdicts, evidences, machine).encode())
     return verdicts, gates.exit_code(verdicts, require or None), [*lines, "", *terminal.summary(verdicts)]
 
 

@@ -44,6 +44,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         assert self.at is not None, "an event that was never recorded"
+        self.cuda.log.append(("synchronize",))
 
     def elapsed_time(self, other: FakeEvent) -> float:
         assert self.timed

@@ -57,7 +57,7 @@ class Backend(ReferenceBackend):
 
 def contract(backend: Backend) -> dict[str, str | None]:
     """What each contract case says."""
-    samples = [check(backend, case, seed=seed, engine="cpu") for case in CASES for seed in (0, 1)]
+    samples = [check(backend, case, engine="cpu") for case in CASES]
     found = {sample.case: None for sample in samples}
     return {**found, **{sample.case: explain(sample) for sample in samples if not sample.passed}}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pytest_engram.backends.protocol import Launch, TableShard
-from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
 from pytest_engram.engines.protocol import EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, full_shards, table_bytes, table_views
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
@@ -23,14 +23,49 @@ EARLY, LATE = StepSettings(), StepSettings(submission="at_consumption")
 LAYOUT = EngramLayout.for_rows(5000, (1, 3), head_dim=64, compressed_vocab=500)
 WORK = Workload(hidden=64, layers=5, engram_layers=(1, 3), tokens=6)
 TOKEN_MAP = np.arange(1000, dtype=np.int32) % 500
+HASH_NS, STEP_NS = 30_000, 130_000  # on the virtual GPU: one hash and two lookups of 50 µs
+
+
+class TwinHasher(ReferenceHasher):
+    """The reference hasher whose device is the CPU: staged, then launched."""
+
+    cuda: Any = None
+
+    def on_device(self, batch: HashBatch, device: Any) -> tuple[Any, Any, Any]:
+        ids = torch.tensor(self(batch)).as_subclass(Ids)
+        self.cuda.log.append(("staged",))
+
+        def launch() -> Any:
+            self.cuda.log.append(("hash", self.cuda.current_stream().name))
+            self.cuda.now += HASH_NS
+            return ids
+
+        return launch, torch.tensor(batch.token_ids, device=device), torch.tensor(~batch.dead, device=device)
+
+
+class HostHasher:
+    """A hasher that knows no device."""
+
+    def __init__(self, honest: ReferenceHasher) -> None:
+        self.honest = honest
+
+    def __call__(self, batch: HashBatch) -> Any:
+        return self.honest(batch)
 
 
 class TwinBackend(ReferenceBackend):
     """The reference backend on torch tensors of the CPU; ``lazy`` looks nothing up."""
 
+    on_host = False
+
     def __init__(self, cuda: Any, *, lazy: bool = False) -> None:
         super().__init__()
         self.cuda, self.lazy, self.caps = cuda, lazy, []  # type: ignore[var-annotated]
+
+    def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> Any:
+        made = TwinHasher(layout, token_map, slot_cache=slot_cache)
+        made.cuda = self.cuda
+        return HostHasher(made) if self.on_host else made
 
     def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
         self.cuda.log.append(("lookup", self.cuda.current_stream().name))
@@ -176,11 +211,45 @@ def test_the_hold_is_outside_the_step(fake_cuda: Any) -> None:
     assert engine.hold
     start = fake_cuda.now
     result = engine.step(batch(), EARLY, marks=False)
-    assert result.step_ns == 100_000  # two lookups of the virtual GPU
-    assert fake_cuda.now - start >= 100_000 + 200_000
+    assert result.step_ns == STEP_NS
+    assert fake_cuda.now - start >= STEP_NS + 200_000
     engine.hold, start = False, fake_cuda.now
     engine.step(batch(), EARLY, marks=False)
-    assert fake_cuda.now - start == 100_000
+    assert fake_cuda.now - start == STEP_NS
+
+
+def test_hashing_is_part_of_the_step(fake_cuda: Any) -> None:
+    """The batch is staged before the step and hashed in it: hash ready is a time of the GPU, before every lookup."""
+    result = build(fake_cuda).step(batch(), EARLY, marks=True)
+    assert result.timeline is not None
+    assert {mark.hash_ready for mark in result.timeline.lookups} == {result.timeline.begin + HASH_NS}
+    names = [entry[0] for entry in fake_cuda.log if entry[0] in {"staged", "hash", "lookup"}]
+    assert names == ["staged", "hash", "lookup", "lookup"]
+    assert ("hash", "s1") in fake_cuda.log
+
+
+def test_a_hasher_without_a_device_hashes_before_the_step(fake_cuda: Any) -> None:
+    """A backend that offers no ``on_device`` gives the same ids and outputs; its hashing is not in the step."""
+    backend = TwinBackend(fake_cuda)
+    backend.on_host = True
+    plain, engine = build(fake_cuda, backend=backend), build(fake_cuda)
+    for seen, expected in zip(plain.rows(batch(), EARLY), engine.rows(batch(), EARLY), strict=True):
+        assert (seen == expected).all()
+    result, other = (each.step(batch(), EARLY, marks=False) for each in (plain, engine))
+    assert (result.output == other.output).all()
+    assert other.step_ns - result.step_ns == HASH_NS
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_step_synchronises_once(fake_cuda: Any, hold: bool) -> None:  # noqa: FBT001 - a parameter
+    """Serving: nothing waits for the device but the step's end, marked or not."""
+    engine = build(fake_cuda)
+    engine.hold = hold
+    for marks in (False, True):
+        fake_cuda.log.clear()
+        engine.step(batch(), EARLY, marks=marks)
+        assert [entry[0] for entry in fake_cuda.log].count("synchronize") == 1
+        assert fake_cuda.log[-1] == ("synchronize",)
 
 
 def test_bad_batches_and_settings_are_usage_errors(fake_cuda: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_moving_a_page_is_seen_by_the_audit() -> None:
     table = build("default", backing="anon-thp")
     (home,) = table.distributions[0].pages
     other = next(node for node in NODES if node != home)
-    assert _syscalls.move_pages([table.address], [other]) == [other]
+    where, target, status = (ctypes.c_void_p * 1)(table.address), (ctypes.c_int * 1)(other), (ctypes.c_int * 1)(-1)
+    _syscalls._call("move_pages", 0, 1, where, target, status, _syscalls.MPOL_MF_MOVE)
+    assert list(status) == [other]
     moved = table.audit(Moment.REPLAYED).pages
     assert moved[other] >= 1
     assert sum(moved.values()) == PAGES

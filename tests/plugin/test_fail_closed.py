@@ -86,7 +86,8 @@ def test_truncated_file_is_a_usage_error(measured, tmp_path, keep):
     (tmp_path / "cut.json").write_text((folder / "run.json").read_text()[:keep])
     done = command("gate", tmp_path / "cut.json")
     assert done.returncode == 4
-    assert "cut.json" in done.stderr and "Traceback" not in done.stderr
+    assert "cut.json" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_measurement_under_xdist_is_refused():
@@ -181,7 +182,8 @@ def test_bad_options_are_usage_errors(options, words):
     text = done.stdout + done.stderr
     assert done.returncode == 4, text
     assert all(word in text for word in words), text
-    assert "Traceback" not in text and "INTERNALERROR" not in text
+    assert "Traceback" not in text
+    assert "INTERNALERROR" not in text
 
 
 def test_bad_yaml_is_named_with_its_line(tmp_path):
@@ -217,4 +219,5 @@ def test_audit_of_nobody_is_a_usage_error():
     """`pytest-engram audit` without a process says so and exits 4."""
     done = command("audit")
     assert done.returncode == 4
-    assert "no process is named" in done.stderr and "Traceback" not in done.stderr
+    assert "no process is named" in done.stderr
+    assert "Traceback" not in done.stderr
