@@ -24,13 +24,14 @@ _STOPPED = Problem(
     code="stopped-after-correctness", message="an earlier run gave wrong rows", status=Status.BLOCKED
 )  # a peer ends its world there
 Progress = Callable[[str, Any], None]
+Launch = Callable[..., Any]  # as run_world
 
 
-def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.executable) -> Evidence:
+def run(plan: Plan, *, progress: Progress | None = None, launch: Launch = run_world) -> Evidence:
     """Run every scheduled run of ``plan`` in worlds of peer processes; a failed world leaves problems, not gaps.
 
-    ``progress`` receives ("pages", (done, total)) and ("run", RunRecord) events.  ``python`` may be another
-    interpreter that has this package installed.
+    ``progress`` receives ("pages", (done, total)) and ("run", RunRecord) events.  ``launch`` starts
+    the worlds: ``partial(run_world, python=…)`` in another interpreter, ``engines.torchrun`` in ranks that exist.
     """
     tell = progress or (lambda _kind, _value: None)
     user = {f"user.{name}": {"value": text} for name, text in plan.user.items()}
@@ -40,12 +41,12 @@ def run(plan: Plan, *, progress: Progress | None = None, python: str = sys.execu
     problems: list[Problem] = []
     ended: Problem | None = None
     for world in _worlds(plan):
-        done, problem = ([], None) if ended else _run_world(plan, world, tell, python)
+        done, problem = ([], None) if ended else _run_world(plan, world, tell, launch)
         records += done
         problems += [problem] if problem else []
         ended = ended or (None if all(record.correct for record in done) else _STOPPED)
         records += [_lost(run, ended or problem or _STOPPED) for run in world[len(done) :]]
-    control = _control(plan, tell, python) if plan.experiment.positive_control and not problems else ()
+    control = _control(plan, tell, launch) if plan.experiment.positive_control and not problems else ()
     return Evidence(
         plan=plan, runs=tuple(records), provenance=provenance, problems=tuple(problems), control=tuple(control)
     )
@@ -67,7 +68,7 @@ def _worlds(plan: Plan) -> Iterator[tuple[ScheduledRun, ...]]:
 
 
 def _run_world(
-    plan: Plan, runs: tuple[ScheduledRun, ...], tell: Progress, python: str
+    plan: Plan, runs: tuple[ScheduledRun, ...], tell: Progress, launch: Launch
 ) -> tuple[list[RunRecord], Problem | None]:
     done: list[RunRecord] = []
 
@@ -82,7 +83,7 @@ def _run_world(
     threads = engine_class(plan.engine).threads_env
     ranks = [RankSpec(cpus=cpus, env=threads(cpus)) for cpus in plan.cpus]
     try:
-        run_world(PEER, payload, ranks, deadline_s=plan.deadline_s, on_event=on_event, python=python)
+        launch(PEER, payload, ranks, deadline_s=plan.deadline_s, on_event=on_event)
     except EngramError as error:
         return done, Problem(
             code=error.code, message=str(error), who=error.who or "", where=error.where or "", status=Status.INVALID
@@ -97,7 +98,7 @@ def _lost(run: ScheduledRun, problem: Problem) -> RunRecord:
     )
 
 
-def _control(plan: Plan, tell: Progress, python: str) -> list[RunRecord]:
+def _control(plan: Plan, tell: Progress, launch: Launch) -> list[RunRecord]:
     """The positive control: rank 0 alone, its table on its own node and then on the other, in alternation."""
     nodes = sorted({node for placement in plan.placements.values() for t in placement.tables for node in t.nodes})
     if len(nodes) < 2:
@@ -119,7 +120,7 @@ def _control(plan: Plan, tell: Progress, python: str) -> list[RunRecord]:
     alone = replace(
         plan, experiment=experiment, placements=placements, backends=backends, schedule=order, cpus=plan.cpus[:1]
     )
-    return [record for world in _worlds(alone) for record in _run_world(alone, world, tell, python)[0]]
+    return [record for world in _worlds(alone) for record in _run_world(alone, world, tell, launch)[0]]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from pytest_engram.model import Moment, PageDistribution, Plan, RunRecord, Table
 from pytest_engram.schedule import base_arm
 
 BOUND = 0.999  # share of a bound table's pages on its nodes
+_HUGE = 2 << 20
 EVEN = 0.02  # how far an interleaved table's share may lie from its weight
 DIFFERENT = 0.05  # share of pages by which two arms must differ on some rank
 Share = dict[int, float]  # NUMA node -> share of all pages
@@ -72,7 +73,8 @@ def as_asked(table: TablePlan, audit: PageDistribution) -> bool:
         return sum(share.get(node, 0.0) for node in nodes) >= BOUND
     if table.mode in ("interleave", "weighted-interleave"):
         weights = table.weights or (1,) * len(nodes)
-        slack = EVEN + 2 * audit.page_bytes / max(audit.table_bytes, 1)
+        grain = _HUGE if audit.huge_bytes else audit.page_bytes  # what the kernel interleaves by
+        slack = EVEN + 2 * grain / max(audit.table_bytes, 1)
         wanted = {node: weight / sum(weights) for node, weight in zip(nodes, weights, strict=True)}
         return all(abs(share.get(node, 0.0) - wanted.get(node, 0.0)) <= slack for node in share.keys() | wanted.keys())
     return table.mode == "default"

@@ -47,6 +47,7 @@ REASONS: dict[str, tuple[Status, str]] = {
     "not-a-serial-queue": (_INVALID, "the marks contradict one serial prefetch queue: check where they are taken"),
     "faster-than-link": (_INVALID, "the lookup beats its link: check that rows are distinct and marks on its stream"),
     "no-positive-control": (_ABSENT, "measure local against remote on this machine, at least six pairs"),
+    "emulated-cpu": (_OPEN, "an emulated processor keeps no time: measure on a real machine"),
     "control-without-difference": (_OPEN, "near and far look alike here: this machine cannot judge a placement"),
     "distance-unknown": (_ABSENT, "find out each reader's NUMA node (firmware, NVML, sysfs) and the distances"),
     "no-predicted-change": (_OPEN, "no rank comes nearer to its table: there is nothing to predict here"),
@@ -71,7 +72,9 @@ REASONS: dict[str, tuple[Status, str]] = {
     "no-winner": (_OPEN, "reported only: the question was how the arms differ"),
 }  # fmt: skip
 # What voids timings is judged where a `characterises` claim only reports, and so is whatever is INVALID.
-_ALWAYS_JUDGED = {"no-schedule", "too-few-blocks", "no-positive-control", "control-without-difference"}
+_ALWAYS_JUDGED = {
+    "no-schedule", "too-few-blocks", "emulated-cpu", "no-positive-control", "control-without-difference",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

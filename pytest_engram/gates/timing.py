@@ -20,7 +20,7 @@ SLOWDOWNS = 0x08 | 0x20 | 0x40 | 0x80  # NVML: hardware slowdown, software and h
 
 def validity(case: Case) -> Iterator[Finding]:
     """Why no timing of this evidence may be judged."""
-    for check in (_blocks, _drift, _serial, _floor, _control):
+    for check in (_blocks, _drift, _serial, _floor, _emulated, _control):
         yield from check(case)
 
 
@@ -69,6 +69,13 @@ def _floor(case: Case) -> Iterator[Finding]:
             if sample.state == "low-reuse" and rate is not None and rate > limit:
                 seen = f"arm {run.arm}, run {run.index}, rank {sample.rank}: {rate / 1e9:.1f} GB/s"
                 yield Finding("faster-than-link", seen, f"{limit / 1e9:.1f} GB/s")
+
+
+def _emulated(case: Case) -> Iterator[Finding]:
+    """Under software emulation pages are real and times are not: placement may be proven, nothing timed may."""
+    model = str((case.evidence.provenance.get("cpu.model") or {}).get("value") or "")
+    if "TCG" in model:
+        yield Finding("emulated-cpu", model, "a real processor")
 
 
 def _control(case: Case) -> Iterator[Finding]:

@@ -58,6 +58,7 @@ class PageDistribution:
     routes: tuple[str, ...]  # which routes agreed: "move_pages", "numa_maps"
     pss_bytes: int | None = None
     huge_bytes: int | None = None
+    shmem_growth: dict[int, int] = field(default_factory=dict)  # bytes per node since before the table, everybody's
     sample_bound: float = 0.0  # 95 % half-width of a node's share where pages were sampled; 0: all were asked
 
 

@@ -84,5 +84,6 @@ def live_memory() -> Topology:
 
 
 def shm_free() -> int | None:
-    """Bytes that an unprivileged process may still allocate in /dev/shm; None where there is none."""
-    return shutil.disk_usage(SHM).free if os.path.isdir(SHM) else None
+    """Bytes that an unprivileged process may still allocate in /dev/shm; None where there is none, or no limit."""
+    usage = shutil.disk_usage(SHM) if os.path.isdir(SHM) else None
+    return usage.free if usage and usage.total else None

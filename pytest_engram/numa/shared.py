@@ -7,14 +7,15 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pytest_engram.model import Moment, PageDistribution, StepReceipt, TablePlan
-from pytest_engram.numa import pages
+from pytest_engram.numa import pages, procfs
 from pytest_engram.numa.backing import Backing
 from pytest_engram.numa.group import Group
 
@@ -49,6 +50,7 @@ class SharedTable:
     distributions: list[PageDistribution] = field(default_factory=list)
     registration: Registration | None = None
     _buffer: Bytes | None = None
+    _shmem: dict[int, int] = field(default_factory=lambda: _shmem())
 
     @property
     def buffer(self) -> Bytes:
@@ -90,8 +92,9 @@ class SharedTable:
             self.address, self.backing.nbytes, rank=self.rank, moment=moment, table=self.index, identity=self.identity,
             page_bytes=self.backing.page_bytes,
         )  # fmt: skip
-        self.distributions.append(distribution)
-        return distribution
+        growth = {node: size - self._shmem.get(node, 0) for node, size in _shmem().items()}
+        self.distributions.append(replace(distribution, shmem_growth=growth))
+        return self.distributions[-1]
 
     def close(self) -> None:
         """Unregister, then drop the mapping and the object; idempotent."""
@@ -127,3 +130,9 @@ class SharedTable:
         """Minor faults so far, pages of the object, pages that this rank maps."""
         sizes = [None if size is None else size // mmap.PAGESIZE for size in self.residency()]
         return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt, *sizes]
+
+
+def _shmem() -> dict[int, int]:
+    """Bytes of tmpfs and memfd pages per node, whosever they are: the kernel's account beside the page audit."""
+    files = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
+    return {int(file.parent.name[4:]): procfs.parse_meminfo(file.read_text())["Shmem"] << 10 for file in files}

@@ -371,6 +371,11 @@ def _control_left_out(lab, change):
     return replace(_placed(lab), control=())
 
 
+@reason("emulated-cpu", 2)
+def _emulated_processor(lab, change):
+    return replace(lab.evidence(), provenance={"cpu.model": {"value": "QEMU TCG CPU version 2.5+"}})
+
+
 @reason("control-without-difference", 2)
 def _near_and_far_alike(lab, change):
     evidence = _placed(lab)

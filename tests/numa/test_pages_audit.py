@@ -164,6 +164,62 @@ def test_chunks_add_up(memfd: Backing, monkeypatch: pytest.MonkeyPatch) -> None:
     assert audit(memfd).pages == {0: 64}
 
 
+def test_a_sampled_audit_states_its_bound(memfd: Backing) -> None:
+    """One page per stratum is asked, the same ones at every look; the share is right within the stated bound."""
+    for page in range(20):
+        memfd.mapped[page * 4096] = 1
+    seen, again, all_asked = (sampled(memfd, sample) for sample in (16, 16, 64))
+    assert (seen.pages, seen.unplaced) == (again.pages, again.unplaced)
+    assert seen.sample_bound == pytest.approx(1.96 * (0.25 / 16) ** 0.5)
+    assert sum(seen.pages.values()) + seen.unplaced["ENOENT"] == 16
+    assert seen.covered_bytes == 16 * 4096  # less than the table: gate 1 refuses a sample
+    assert abs(seen.pages[0] / 16 - 20 / 64) <= seen.sample_bound
+    assert (all_asked.pages, all_asked.sample_bound) == ({0: 20}, 0.0)
+
+
+def sampled(backing: Backing, sample: int) -> PageDistribution:
+    """Audit ``sample`` pages of the object."""
+    return pages.audit_range(
+        backing.address, SIZE, rank=0, moment=Moment.LOADED, table=0, identity=backing.identity, sample=sample
+    )
+
+
+@pytest.mark.parametrize(("told", "agree"), [({0: 44, 1: 20}, True), ({0: 12, 1: 52}, False)])
+def test_a_sample_is_compared_within_its_bound(
+    memfd: Backing, monkeypatch: pytest.MonkeyPatch, told: dict[int, int], *, agree: bool
+) -> None:
+    """numa_maps may differ from 16 sampled pages by twice the bound (49 %), and not by more."""
+    memfd.mapped[:] = b"\1" * SIZE
+    honest = pages.procfs.parse_numa_maps_line
+    monkeypatch.setattr(pages.procfs, "parse_numa_maps_line", lambda line: replace(honest(line), pages=told))
+    if agree:
+        assert sampled(memfd, 16).pages == {0: 16}
+    else:
+        with pytest.raises(PlacementError, match="pages per node and move_pages"):
+            sampled(memfd, 16)
+
+
+@pytest.mark.parametrize("period", [2, 10, 20])
+def test_the_bound_holds_for_interleaved_pages(period: int) -> None:
+    """In at least 95 % of samples the share is within the bound, where a fixed stride of 10 pages would alias."""
+
+    def error(asked: Any) -> float:
+        return abs(sum(address // 4096 % period < period // 2 for address in asked) / len(asked) - 0.5)
+
+    table = range(0, 1000 * 4096, 4096)
+    assert sum(error(pages.strata(table, 100, str(key))) <= 0.098 for key in range(200)) >= 190
+    assert error(table[::10]) == (0.5 if period < 20 else 0.0)
+
+
+def test_another_page_size_is_an_error(memfd: Backing) -> None:
+    """A table that should lie on 2 MiB pages and does not is named, not miscounted."""
+    with pytest.raises(PlacementError, match="4096; expected 2097152") as caught:
+        pages.audit_range(
+            memfd.address, SIZE, rank=0, moment=Moment.LOADED, table=0, identity=memfd.identity, page_bytes=2 << 20
+        )
+    assert caught.value.code == "page-size"
+
+
 def test_private_tables_do_not_merge_with_neighbours() -> None:
     """Two private tables allocated in a row are two VMAs, so numa_maps speaks of each alone."""
     tables = [BACKINGS["anon-thp"](1) for _ in range(3)]

@@ -37,6 +37,19 @@ def test_pages_lie_on_the_bound_node(backing: str) -> None:
         table.close()
 
 
+@pytest.mark.skipif("PYTEST_ENGRAM_GUEST" not in os.environ, reason="other programs' tmpfs pages count too")
+def test_the_nodes_own_account_agrees() -> None:
+    """The bound node's Shmem grows by the table and the other's does not, up to the kernel's per-CPU batches."""
+    first, second = NODES[:2]
+    plan = TablePlan(ranks=(0,), mode="bind", nodes=(second,))
+    placement = PlacementPlan(policy="test", backing="memfd", tables=(plan,))
+    table = build_table(SoloGroup(), placement, 64 << 20)
+    growth = table.distributions[0].shmem_growth
+    assert growth[second] == pytest.approx(64 << 20, abs=4 << 20)
+    assert abs(growth[first]) < 4 << 20
+    table.close()
+
+
 def test_interleave_is_half_and_half() -> None:
     """Page by page over two nodes."""
     table = build("interleave", *NODES[:2])
