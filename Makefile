@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TORCH  := $(VENV)/.torch
 RUN    := reports/run-gate
 
 .PHONY: gate test check lint conformance numa-guest pyz clean
@@ -12,11 +13,11 @@ gate: $(STAMP)
 	$(BIN)/pytest suites -m "correctness or numa or overlap" -q --engram-gate=report --engram-report=$(RUN) --benchmark-json=$(RUN)/run.json
 
 # Measured tests run alone: two cores cannot time anything while they also run other tests.
-test: $(STAMP)
+test: $(TORCH)
 	$(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
 	$(BIN)/pytest tests -q -m "alone and not slow"
 
-check: $(STAMP) numa-guest conformance
+check: $(TORCH) numa-guest conformance
 	$(BIN)/pytest tests suites -q -m slow
 
 # 69: no emulator or kernel can be had here; said aloud, and never green by itself.
@@ -25,7 +26,7 @@ numa-guest: $(STAMP)
 	if [ $$code -eq 69 ]; then echo "numa-guest: NOT_MEASURED, see above (this is no pass)"; else exit $$code; fi
 
 # The real vLLM modules under Triton's interpreter; the wheels stay in the cache, nothing is installed from them.
-conformance: $(STAMP)
+conformance: $(TORCH)
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --dest .cache vllm==0.31.0
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --dest .cache vllm==0.33.0
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/pytest-engram conformance vllm@0.31.0 vllm@0.33.0 reference
@@ -34,15 +35,19 @@ conformance: $(STAMP)
 pyz: $(STAMP)
 	$(BIN)/python -c "from pathlib import Path; from pytest_engram.audit import bundle; bundle(Path('dist/pytest-engram-audit.pyz'))"
 
-lint: $(STAMP)
+lint: $(TORCH)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# triton apart: its wheel would ask for another torch than the CPU build.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]" torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+# Only the tests need torch and Triton (its interpreter); triton apart, or pip would take another torch for it.
+$(TORCH): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps triton
 	touch $@
 

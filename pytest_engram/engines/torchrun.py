@@ -2,7 +2,7 @@
 
 ``python -m torch.distributed.run … -m pytest_engram.engines.torchrun PLAN.json EVIDENCE.json``; rank 0 schedules and
 writes.  A failure reaches the others in their next collective.  gloo hears no sign of life: the plan's deadline bounds
-how long one rank may let the others wait.
+how long a rank may let the others wait.
 """
 
 from __future__ import annotations
@@ -10,103 +10,127 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pytest_engram import codec, runner
 from pytest_engram.errors import EngramError, PeerError, UsageError
 from pytest_engram.model import Plan
+from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.world import load_entry
 
-_IDLE = timedelta(days=7)  # ranks beyond a small world wait for their next one
+_IDLE = timedelta(days=7)  # what ranks wait for their next world, while rank 0 plans or runs alone
 
 
 class TorchGroup:
-    """See :class:`~pytest_engram.numa.group.Group`; ``on_event`` hears every rank's events in rank 0."""
+    """See :class:`~pytest_engram.numa.group.Group`; ``on_event`` hears every rank's events, in rank 0.
 
-    def __init__(self, deadline_s: float, on_event: Callable[[int, Any], None] | None = None) -> None:
+    Made in every rank of an initialised ``torch.distributed``; a collective takes at most ``deadline_s``.
+    """
+
+    def __init__(self, deadline_s: float, on_event: Callable[[int, Any], None] = lambda _rank, _event: None) -> None:
         import torch.distributed as dist
 
         self._dist: Any = dist
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_IDLE)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._members = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        self._on_event = on_event or (lambda _rank, _event: None)
-        self._events: list[Any] = []
+        self._ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self._on_event, self._events = on_event, list[Any]()
 
     def broadcast(self, obj: Any, *, step: str) -> Any:
         """Rank 0's ``obj``, in every rank."""
-        return self.all_gather(obj if self.rank == 0 else None, step=step)[0]
+        return self._meet(step, obj if self.rank == 0 else None)[0]
 
     def barrier(self, *, step: str) -> None:
         """Return when every rank is here."""
-        self.all_gather(None, step=step)
+        self._meet(step)
 
     def all_gather(self, obj: Any, *, step: str) -> list[Any]:
         """Every rank's ``obj``, by rank."""
-        frames = self._meet({"step": step, "value": obj})
-        for rank, frame in enumerate(frames):
-            if error := frame.get("error"):
-                cause = EngramError.from_wire(error)
-                raise PeerError(str(cause), code=cause.code, who=f"rank {rank}") from cause
-        if len(steps := {frame["step"] for frame in frames}) > 1:
-            raise PeerError(f"the ranks do not meet: {sorted(steps)}", code="ranks-do-not-meet", where=f"step {step!r}")
-        return [frame["value"] for frame in frames]
+        return self._meet(step, obj)
 
     def check(self, step: str = "") -> None:
         """A peer's failure shows in the next collective."""
 
     def emit(self, obj: Any) -> None:
-        """Send an event to rank 0: it arrives with the next collective."""
+        """Send an event to rank 0; it travels with the next collective."""
         self._events.append(obj)
 
-    def run(self, entry: str, payload: Any) -> Any:
-        """``entry`` in every rank, its results by rank; every rank raises where one failed."""
+    def run(self, entry: str, payload: Any) -> list[Any]:
+        """Results by rank of ``entry(group, payload)``; every rank raises the same ``PeerError`` where one fails."""
         try:
             result = load_entry(entry)(self, payload)
         except PeerError:
-            raise  # everybody has it
+            raise  # every rank has it
         except Exception as error:
             known = error if isinstance(error, EngramError) else EngramError(f"{type(error).__name__}: {error}")
-            with suppress(PeerError):
-                self._meet({"step": "failed", "error": known.to_wire()})
-            raise PeerError(str(known), code=known.code, who=f"rank {self.rank}") from error
-        return self.all_gather(result, step="the end")
+            self._meet("failed", error=known.to_wire())  # raises, here too
+            raise
+        return self._meet("the end", result)
 
-    def _meet(self, frame: dict[str, Any]) -> list[dict[str, Any]]:
+    def _meet(self, step: str, value: Any = None, *, error: Any = None) -> list[Any]:
         frames: list[Any] = [None] * self.size
+        events, self._events = self._events, []
         try:
-            self._dist.all_gather_object(frames, {**frame, "events": self._events}, group=self._members)
-        except RuntimeError as error:  # a timeout, or a connection that a dead rank closed
-            seen = str(error).splitlines()[0]
-            raise PeerError(seen, code="peer-deadline", who="torch.distributed", where=frame["step"]) from error
-        self._events = []
-        if self.rank == 0:
-            for rank, each in enumerate(frames):
-                for event in each["events"]:
-                    self._on_event(rank, event)
-        return frames
-
-
-def _follow(plan: Plan) -> None:
-    """A rank other than 0: take part in each world that rank 0 launches, until it has none left."""
-    import torch.distributed as dist
-
-    group = None
-    while True:
-        order: list[Any] = [None]
-        dist.broadcast_object_list(order, src=0)
-        if order[0] is None:
-            return
-        group = TorchGroup(plan.deadline_s)
-        with suppress(PeerError):  # rank 0 has it in its evidence
-            group.run(*order[0])
+            self._dist.all_gather_object(frames, (step, value, events, error), group=self._ranks)
+        except RuntimeError as lost:  # the deadline, or a connection that a dead rank closed
+            seen = str(lost).splitlines()[0]
+            raise PeerError(seen, code="peer-deadline", who="torch.distributed", where=f"step {step!r}") from lost
+        for rank, (*_, told, failure) in enumerate(frames):
+            for event in told if self.rank == 0 else ():
+                self._on_event(rank, event)
+            if failure:
+                cause = EngramError.from_wire(failure)
+                raise PeerError(str(cause), code=cause.code, who=f"rank {rank}") from cause
+        if len(steps := sorted({frame[0] for frame in frames})) > 1:
+            raise PeerError(f"the ranks do not meet: they are at {steps}", code="ranks-do-not-meet")
+        return [frame[1] for frame in frames]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the plan in the ranks that torchrun started."""
+    """Run a plan in the ranks that torchrun started: rank 0 is the runner, the others follow it."""
+    import torch.distributed as dist
+
     plan_path, evidence_path = (Path(name) for name in (argv or sys.argv[1:]))
     plan = codec.decode(plan_path.read_bytes(), Plan, source=str(plan_path))
+    dist.init_process_group("gloo", timeout=_IDLE)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size != len(plan.cpus):
+        raise UsageError(f"{size} ranks", code="wrong-ranks", who="torchrun", expected=f"{len(plan.cpus)}, as planned")
+    os.sched_setaffinity(0, plan.cpus[rank])
+    if rank == 0:
+        evidence = runner.run(plan, launch=partial(_launch, size))
+        _told(None)
+        codec.write_atomic(evidence_path, codec.encode(evidence))
+    while rank and (order := _told(None)):
+        _follow(plan.deadline_s, *order)
+    dist.destroy_process_group()
+    return 0
+
+
+def _launch(size: int, entry: str, payload: Any, ranks: Any, *, deadline_s: float, on_event: Any) -> list[Any]:
+    if len(ranks) < size:  # the positive control: rank 0 alone
+        return [load_entry(entry)(SoloGroup(partial(on_event, 0)), payload)]
+    _told((entry, payload))
+    return TorchGroup(deadline_s, on_event).run(entry, payload)
+
+
+def _follow(deadline_s: float, entry: str, payload: Any) -> None:
+    try:
+        TorchGroup(deadline_s).run(entry, payload)
+    except PeerError as error:
+        sys.stderr.write(f"{error}\n")  # rank 0 has it in its evidence
+
+
+def _told(order: Any) -> Any:
+    """Rank 0's order, in every rank; None ends them."""
+    import torch.distributed as dist
+
+    box = [order]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
