@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -99,28 +100,22 @@ def main(argv: list[str] | None = None) -> int:
     if size != len(plan.cpus):
         raise UsageError(f"{size} ranks", code="wrong-ranks", who="torchrun", expected=f"{len(plan.cpus)}, as planned")
     os.sched_setaffinity(0, plan.cpus[rank])
+    while rank and (order := _told(None)):
+        with suppress(PeerError):  # rank 0 has it in its evidence
+            TorchGroup(plan.deadline_s).run(*order)
     if rank == 0:
-        evidence = runner.run(plan, launch=partial(_launch, size))
+        evidence = runner.run(plan, launch=_launch)
         _told(None)
         codec.write_atomic(evidence_path, codec.encode(evidence))
-    while rank and (order := _told(None)):
-        _follow(plan.deadline_s, *order)
     dist.destroy_process_group()
     return 0
 
 
-def _launch(size: int, entry: str, payload: Any, ranks: Any, *, deadline_s: float, on_event: Any) -> list[Any]:
-    if len(ranks) < size:  # the positive control: rank 0 alone
+def _launch(entry: str, payload: Any, ranks: Any, *, deadline_s: float, on_event: Any) -> list[Any]:
+    if len(ranks) == 1:  # the positive control: rank 0 alone
         return [load_entry(entry)(SoloGroup(partial(on_event, 0)), payload)]
     _told((entry, payload))
     return TorchGroup(deadline_s, on_event).run(entry, payload)
-
-
-def _follow(deadline_s: float, entry: str, payload: Any) -> None:
-    try:
-        TorchGroup(deadline_s).run(entry, payload)
-    except PeerError as error:
-        sys.stderr.write(f"{error}\n")  # rank 0 has it in its evidence
 
 
 def _told(order: Any) -> Any:

@@ -17,6 +17,7 @@ from pytest_engram.numa.group import Channel, Frame
 
 _EXIT_WAIT_S = 2.0
 _START_S = 120.0
+OnEvent = Callable[[int, Any], None]
 
 
 @dataclass
@@ -38,9 +39,7 @@ class Member:
 class Hub:
     """Serve one world until every rank has reported its result, or raise the one ``PeerError``."""
 
-    def __init__(
-        self, members: Sequence[Member], deadline_s: float, on_event: Callable[[int, Any], None] | None
-    ) -> None:
+    def __init__(self, members: Sequence[Member], deadline_s: float, on_event: OnEvent | None) -> None:
         self.members, self.deadline_s, self._on_event = members, deadline_s, on_event
         self._selector = selectors.DefaultSelector()
         for member in members:

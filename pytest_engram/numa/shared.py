@@ -37,6 +37,12 @@ class Note:
     detail: str = ""
 
 
+def _shmem() -> dict[int, int]:
+    """Bytes of tmpfs and memfd pages per node, whosever they are: the kernel's account beside the page audit."""
+    files = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
+    return {int(file.parent.name[4:]): procfs.parse_meminfo(file.read_text())["Shmem"] << 10 for file in files}
+
+
 @dataclass(eq=False)
 class SharedTable:
     """``receipts`` has one entry per protocol step, ``distributions`` one per audit so far."""
@@ -50,7 +56,7 @@ class SharedTable:
     distributions: list[PageDistribution] = field(default_factory=list)
     registration: Registration | None = None
     _buffer: Bytes | None = None
-    _shmem: dict[int, int] = field(default_factory=lambda: _shmem())
+    _shmem_before: dict[int, int] = field(default_factory=_shmem)
 
     @property
     def buffer(self) -> Bytes:
@@ -92,7 +98,7 @@ class SharedTable:
             self.address, self.backing.nbytes, rank=self.rank, moment=moment, table=self.index, identity=self.identity,
             page_bytes=self.backing.page_bytes,
         )  # fmt: skip
-        growth = {node: size - self._shmem.get(node, 0) for node, size in _shmem().items()}
+        growth = {node: size - self._shmem_before.get(node, 0) for node, size in _shmem().items()}
         self.distributions.append(replace(distribution, shmem_growth=growth))
         return self.distributions[-1]
 
@@ -130,9 +136,3 @@ class SharedTable:
         """Minor faults so far, pages of the object, pages that this rank maps."""
         sizes = [None if size is None else size // mmap.PAGESIZE for size in self.residency()]
         return [resource.getrusage(resource.RUSAGE_SELF).ru_minflt, *sizes]
-
-
-def _shmem() -> dict[int, int]:
-    """Bytes of tmpfs and memfd pages per node, whosever they are: the kernel's account beside the page audit."""
-    files = Path("/sys/devices/system/node").glob("node[0-9]*/meminfo")
-    return {int(file.parent.name[4:]): procfs.parse_meminfo(file.read_text())["Shmem"] << 10 for file in files}

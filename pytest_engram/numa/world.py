@@ -24,7 +24,7 @@ from typing import Any
 from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.group import Channel, LocalGroup
-from pytest_engram.numa.hub import Hub, Member
+from pytest_engram.numa.hub import Hub, Member, OnEvent
 
 GRACE_S = 3.0  # for well ranks to undo what they registered, after one failed
 _KILL_AFTER_S = 1.0
@@ -39,14 +39,9 @@ class RankSpec:
 
 
 def run_world(
-    entry: str,
-    payload: Any,
-    ranks: Sequence[RankSpec],
-    *,
-    deadline_s: float,
-    on_event: Callable[[int, Any], None] | None = None,
+    entry: str, payload: Any, ranks: Sequence[RankSpec], *, deadline_s: float, on_event: OnEvent | None = None,
     python: str = sys.executable,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Call ``entry`` ("pkg.mod:function" or "path/file.py:function") as ``function(group, payload)`` in every rank.
 
     Returns the JSON-able results by rank.  A rank that raises, dies or gives no sign of life for ``deadline_s`` while
