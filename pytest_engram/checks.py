@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import Backend, TableShard
-from pytest_engram.checks_case import (
+from pytest_engram.cases.case import (
     Case,
     Finding,
     Probe,
@@ -20,11 +20,11 @@ from pytest_engram.checks_case import (
     rows_differ,
     source_rows,
 )
-from pytest_engram.checks_hash import HASH_CASES
-from pytest_engram.checks_lookup import LOOKUP_CASES
-from pytest_engram.checks_prefetch import PREFETCH_CASES
-from pytest_engram.checks_slots import SLOT_CASES
-from pytest_engram.checks_storage import STORAGE_CASES
+from pytest_engram.cases.hash import HASH_CASES
+from pytest_engram.cases.lookup import LOOKUP_CASES
+from pytest_engram.cases.prefetch import PREFETCH_CASES
+from pytest_engram.cases.slots import SLOT_CASES
+from pytest_engram.cases.storage import STORAGE_CASES
 from pytest_engram.hashing import DEAD_ID, EngramLayout, HashBatch, hash_ids
 from pytest_engram.model import CorrectnessSample
 from pytest_engram.rows import synthetic_at
@@ -32,9 +32,15 @@ from pytest_engram.rows import synthetic_at
 CASES: tuple[Case, ...] = (*HASH_CASES, *SLOT_CASES, *LOOKUP_CASES, *PREFETCH_CASES, *STORAGE_CASES)
 
 
-def compact_cases() -> tuple[Case, ...]:
-    """The cases that gate 0 asks for in every run, before and after timing."""
-    return tuple(case for case in CASES if case.compact)
+_STORAGE_IN_QUESTION = ("one-mapping", "loaded", "fresh-rows")
+
+
+def compact_cases(*, regrouped: bool = False) -> tuple[Case, ...]:
+    """The cases that gate 0 runs in every arm, before and after timing; quick enough to stand beside a measurement.
+
+    ``regrouped``: the arms share or back their tables differently, so storage and replay stand in question too.
+    """
+    return tuple(case for case in CASES if case.compact or (regrouped and case.name in _STORAGE_IN_QUESTION))
 
 
 def check(backend: Backend, case: Case, *, seed: int = 0, engine: str | None = None) -> CorrectnessSample:

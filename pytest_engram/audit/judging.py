@@ -13,8 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pytest_engram.audit import reading
-from pytest_engram.audit.reading import PAGE, Limits, Source, Span, Worker
+from pytest_engram.audit.reading import (
+    ENGRAM,
+    PAGE,
+    SHM,
+    Limits,
+    Source,
+    Span,
+    Worker,
+    node_bytes,
+    problem,
+    read_worker,
+)
 from pytest_engram.model import Problem, Status, Topology
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.tree import parse_list
@@ -90,7 +100,7 @@ def look(
     source: Source, pids: Sequence[int], limits: Limits, topology: Topology, *, metrics: str = "", matched: bool = False
 ) -> Report:
     """Read and judge once.  Matched processes that hold neither a table nor a GPU are left out."""
-    workers = [reading.read_worker(source, pid, limits, topology) for pid in pids]
+    workers = [read_worker(source, pid, limits, topology) for pid in pids]
     workers = [one for one in workers if not matched or one.spans or one.gpus or one.problems]
     tables, unasked = read_tables(source, workers, limits.pages)
     workers = [replace(one, spans=(), problems=one.problems + unasked.get(one.pid, ())) for one in workers]
@@ -147,7 +157,7 @@ def read_tables(
             try:
                 found = ask(source, pid, some, where)
             except OSError as error:
-                problems[pid] = (*problems.get(pid, ()), reading.problem(pid, "move_pages", error))
+                problems[pid] = (*problems.get(pid, ()), problem(pid, "move_pages", error))
                 continue
             merged = array.array("i", map(max, merged, found))  # a node wins over every reason
             views.append(_view(by_pid[pid], some, found))
@@ -176,7 +186,7 @@ def _view(worker: Worker, spans: Sequence[Span], found: array.array[int]) -> Vie
         remote=1 - placed.get(worker.node or 0, 0) / sum(placed.values()) if known else None,
         pss_bytes=sum(one["Pss"] for one in kb) << 10 if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
         policy_shown=", ".join(sorted({line.policy for line in lines})) or None,
-        numa_maps_bytes=reading.node_bytes(lines) if lines else None,
+        numa_maps_bytes=node_bytes(lines) if lines else None,
     )  # fmt: skip
 
 
@@ -238,11 +248,11 @@ def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]
 def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
     """Named tables in /dev/shm that no audited worker maps, as a killed server leaves them; they are only named."""
     known = {table.key.split("+")[0] for table in tables}
-    for name in source.tree.names(reading.SHM[1:], f"{reading.ENGRAM}.*"):
-        found = (source.root / reading.SHM[1:] / name).stat()
+    for name in source.tree.names(SHM[1:], f"{ENGRAM}.*"):
+        found = (source.root / SHM[1:] / name).stat()
         if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
             text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
-            yield Problem(code="leftover", message=text, who=f"{reading.SHM}/{name}", status=Status.INCONCLUSIVE)
+            yield Problem(code="leftover", message=text, who=f"{SHM}/{name}", status=Status.INCONCLUSIVE)
 
 
 def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:

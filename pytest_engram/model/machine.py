@@ -20,6 +20,7 @@ class NumaNode:
 
     @property
     def has_memory(self) -> bool:
+        """Whether any page can lie here."""
         return self.memory_bytes > 0
 
     @property
@@ -76,9 +77,11 @@ class Topology:
         return tuple(node for node in self.nodes if node.has_memory and not node.gpu_memory and node.id in allowed)
 
     def node(self, number: int) -> NumaNode | None:
+        """The node of that number, if there is one."""
         return next((node for node in self.nodes if node.id == number), None)
 
     def node_of_cpu(self, cpu: int) -> int | None:
+        """The node that a CPU belongs to."""
         return next((node.id for node in self.nodes if cpu in node.cpus), None)
 
     def socket_nodes(self) -> dict[int, tuple[int, ...]]:

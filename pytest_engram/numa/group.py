@@ -56,6 +56,9 @@ class SoloGroup(Group):
         """Return ``[obj]``."""
         return [obj]
 
+    def check(self, step: str = "") -> None:
+        """Return: nobody else could fail."""
+
     def emit(self, obj: Any) -> None:
         """Hand the event to the callback given at construction."""
         self._on_event(obj)

@@ -20,11 +20,11 @@ import faults_engine  # noqa: E402
 import faults_hash  # noqa: E402
 import faults_rows  # noqa: E402
 
-from pytest_engram import checks_prefetch  # noqa: E402
+from pytest_engram.cases import prefetch  # noqa: E402
+from pytest_engram.cases.case import Case  # noqa: E402
 from pytest_engram.checks import CASES, check  # noqa: E402
-from pytest_engram.checks_case import Case  # noqa: E402
 
-checks_prefetch._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
+prefetch._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
 
 FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS}
 CAPABILITIES = {  # first letter of a contract line -> whose cases run

@@ -65,11 +65,11 @@ class FakeCuda:
         self._streams = 0
         self._current = self.Stream()
 
-    def Stream(self) -> FakeStream:  # noqa: N802 - torch's name
+    def Stream(self) -> FakeStream:
         self._streams += 1
         return FakeStream(self, f"s{self._streams}")
 
-    def Event(self, *, enable_timing: bool = False) -> FakeEvent:  # noqa: N802 - torch's name
+    def Event(self, *, enable_timing: bool = False) -> FakeEvent:
         return FakeEvent(self, enable_timing=enable_timing)
 
     def current_stream(self) -> FakeStream:

@@ -51,7 +51,7 @@ def measure(gib: float, repeats: int, peer_kernel: Path | None) -> list[Timed]:
     buffer = tmpfs(rows * (DIM + DIM // 32))
     touched = time.monotonic()
     held = register(buffer)
-    print(f"{gib} GiB touched in {touched - begin:.1f} s, registered in {time.monotonic() - touched:.2f} s")  # noqa: T201
+    print(f"{gib} GiB touched in {touched - begin:.1f} s, registered in {time.monotonic() - touched:.2f} s")
     weight, scales = device_view(buffer[: rows * DIM]), device_view(buffer[rows * DIM :])
     table = shard(weight.view(rows, DIM), scales.view(rows, DIM // 32))
     kernels: dict[str, Callable[..., Any]] = {"ours": lookup, "ours, 8 warps": partial(lookup, warps=8)}

@@ -17,9 +17,9 @@ if __name__ == "__main__":
 import numpy as np
 
 from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.cases.hash import HASH_CASES
+from pytest_engram.cases.slots import SLOT_CASES
 from pytest_engram.checks import check, explain
-from pytest_engram.checks_hash import HASH_CASES
-from pytest_engram.checks_slots import SLOT_CASES
 from pytest_engram.errors import UsageError
 from pytest_engram.gpu.hash import DeviceHasher
 from pytest_engram.hashing import EngramLayout, HashBatch, dummy_ids, hash_ids

@@ -1,7 +1,7 @@
 """What only a real GPU can show; run ``python tests/gpu/on_gpu.py --out DIR`` from the checkout, on its own.
 
-Checks first (bit-exact rows from HBM and host, views, finalizers, graph replay, missing dependencies, a whole engine
-step), then times; JSON lines go to DIR/on_gpu.jsonl, a short table comes last.  Exit 1 if a check failed.
+Checks first (bit-exact rows from HBM and host, views, finalizers, graph replay, missing dependencies, hash ids, a
+whole engine step), then times; JSON lines go to DIR/on_gpu.jsonl, a short table comes last.  Exit 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import gpu_hash_checks
 import gpu_memory_checks
 import gpu_stream_checks
 from gpu_times import measure
@@ -28,13 +29,14 @@ from pytest_engram.gpu.registration import unavailable
 def run_checks(write: Callable[[dict[str, Any]], None]) -> int:
     """Every check once; the number of those that failed."""
     failed = 0
-    for name, check in (*vars(gpu_memory_checks).items(), *vars(gpu_stream_checks).items()):
+    checks = (*vars(gpu_memory_checks).items(), *vars(gpu_stream_checks).items(), *vars(gpu_hash_checks).items())
+    for name, check in checks:
         if not name.startswith("check_"):
             continue
         begin = time.monotonic()
         try:
             write({"check": name, "ok": True, **check(), "seconds": round(time.monotonic() - begin, 2)})
-        except Exception as error:  # noqa: BLE001 - the other checks still run
+        except Exception as error:
             failed += 1
             write({"check": name, "ok": False, "error": f"{type(error).__name__}: {error}"})
             traceback.print_exc()
@@ -53,7 +55,7 @@ def main() -> int:
     options = parser.parse_args()
     reason = unavailable()
     if reason is not None:
-        print(f"nothing to check: {reason}")  # noqa: T201
+        print(f"nothing to check: {reason}")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "on_gpu.jsonl").open("w", encoding="utf-8") as lines:
@@ -61,15 +63,15 @@ def main() -> int:
         def write(record: dict[str, Any]) -> None:
             lines.write(json.dumps(record, default=float) + "\n")
             lines.flush()
-            print(json.dumps(record, default=float)[:400], flush=True)  # noqa: T201
+            print(json.dumps(record, default=float)[:400], flush=True)
 
         failed = run_checks(write)
         table = [asdict(row) for row in measure(options.gib, options.repeats, options.peer_kernel)]
         for row in table:
             lines.write(json.dumps(row) + "\n")
     for row in table:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))  # noqa: T201
-    print(f"{failed} checks failed")  # noqa: T201
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    print(f"{failed} checks failed")
     return 1 if failed else 0
 
 

@@ -113,7 +113,7 @@ def _odd_counts(shard: TableShard, ids: Any, out: Any, _: Any) -> None:
 def _gate_by(*, eps: float = 1e-20, clamp: float = 1e-6, signed: bool = True) -> Callable[..., Any]:
     """The gate with other constants, in float64."""
 
-    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:  # noqa: PLR0917 - the protocol's order
+    def gate(hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         h, k = hidden.astype(np.float64), key.astype(np.float64)
         rms = [np.sqrt((each * each).mean(-1) + eps) for each in (h, k)]
         with np.errstate(invalid="ignore", divide="ignore"):

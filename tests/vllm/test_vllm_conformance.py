@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_engram.cases.case import Case, Finding
 from pytest_engram.checks import check, compact_cases, explain
-from pytest_engram.checks_case import Case, Finding
 from pytest_engram.report import conformance as module
 from pytest_engram.report.conformance import conformance, conformance_main, render
 

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_engram import hashing, rows, tokens
 from pytest_engram.backends.protocol import Backend, Launch, TableShard
-from pytest_engram.checks_case import to_numpy
+from pytest_engram.cases.case import to_numpy
 from pytest_engram.errors import UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 

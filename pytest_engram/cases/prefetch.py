@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.protocol import Backend, Launch, TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, engine_differs
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, engine_differs
 from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, table_bytes, table_views
 from pytest_engram.hashing import EngramLayout, HashBatch

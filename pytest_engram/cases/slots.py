@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.checks_case import Case, Finding, Probe, ids_differ
+from pytest_engram.cases.case import Case, Finding, Probe, ids_differ
 from pytest_engram.hashing import HashBatch, SlotCache, window_row
 
 _BLOCK = 4  # tokens per KV block: small, so that short sequences cross blocks

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported
 from pytest_engram.errors import EngramError, NotMeasurable, PeerError, PlacementError
 from pytest_engram.gpu.views import HostView, device_view
 from pytest_engram.numa.group import Channel, Frame, LocalGroup, SoloGroup

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from pytest_engram.backends.arrays import to_numpy
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, ids_differ
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, ids_differ
 from pytest_engram.hashing import IMAGE_SENTINEL_ID, EngramLayout, HashBatch, dummy_ids
 
 

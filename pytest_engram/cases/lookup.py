@@ -13,7 +13,7 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.checks_case import Case, Finding, Probe, Unsupported, rows_differ
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, rows_differ
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
 from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
 
