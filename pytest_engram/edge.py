@@ -33,6 +33,8 @@ class Edge:
         self.owed = False  # some item, perhaps on a worker, spoke for a gate
         self.folder = config.rootpath / (self.option("--engram-report") or time.strftime("reports/run-%Y%m%d-%H%M%S"))
         self.session.check_options()
+        if target := config.getoption("benchmark_json", default=None):  # pytest-benchmark opens it at the very end
+            Path(getattr(target, "name", target)).parent.mkdir(parents=True, exist_ok=True)
         # Our own section is written even where pytest-benchmark, which would warn, writes nothing.
         warnings.filterwarnings("ignore", message="Not saving anything, no benchmarks have been run")
         self._refuse_xdist()

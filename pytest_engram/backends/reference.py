@@ -22,7 +22,8 @@ from pytest_engram.numa.table import SharedTable, build_table
 from pytest_engram.rows import gated_residual, lookup_rows
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("layout.py", "hashing.py", "rows.py", "backends/reference.py", "gpu/gather.py", "gpu/hash.py", "gpu/_kernels.py")
+_COMPUTING = ("layout", "hashing", "rows", "backends/reference", "gpu/gather", "gpu/hash", "gpu/_kernels")
+_SOURCES = tuple(f"{name}.py" for name in _COMPUTING)
 
 
 class ReferenceBackend:
@@ -50,8 +51,7 @@ class ReferenceBackend:
         if not isinstance(out, np.ndarray):
             from pytest_engram.gpu.gather import lookup
 
-            table: Any = shard
-            return Launch(*lookup(table, ids, out, cap=cap))
+            return Launch(*lookup(shard, ids, out, cap=cap))
         lookup_rows(shard, ids, out)
         return Launch(*ledger.launch(len(ids), shard.local_heads, cap))
 

@@ -43,7 +43,11 @@ class CpuEngine(SuiteEngine):
         self._deadline_s, self._stuck = deadline_s, False
         main, worker = self.split_cpus(setup.cpus)
         limited = self.threads_env(setup.cpus).items() <= os.environ.items()
-        self.notes = _notes(shared=main == worker, limited=limited)
+        notes = {
+            "the lookup worker shares its only CPU with the main compute": main == worker,
+            "BLAS was not limited by threads_env before numpy's import: rows are right, timings are not": not limited,
+        }
+        self.notes = tuple(note for note, applies in notes.items() if applies)
         layout = setup.layout
         self._staging = np.zeros((len(setup.tables), setup.max_tokens, layout.columns, layout.head_dim), np.uint16)
         self._chain = Chain(layout, setup.workload, setup.seed)
@@ -111,12 +115,3 @@ class CpuEngine(SuiteEngine):
 
     def _finish(self, array: Any) -> Any:
         return array.copy()
-
-
-def _notes(*, shared: bool, limited: bool) -> tuple[str, ...]:
-    """What a reader of this engine's timings must know."""
-    notes = {
-        "the lookup worker shares its only CPU with the main compute": shared,
-        "BLAS was not limited by threads_env before numpy's import: rows are right, timings are not": not limited,
-    }
-    return tuple(note for note, applies in notes.items() if applies)

@@ -17,7 +17,7 @@ from typing import Any
 
 from pytest_engram.engines.chain import TorchChain
 from pytest_engram.engines.prefetch import Ticket
-from pytest_engram.engines.protocol import EngineSetup, Registration
+from pytest_engram.engines.protocol import EngineSetup
 from pytest_engram.engines.step import SuiteEngine
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu import gather, registration, timeline
@@ -71,29 +71,9 @@ class CudaEngine(SuiteEngine):
         return {}
 
     @staticmethod
-    def bind(rank: int) -> Any:
-        """Make the rank's GPU current and return it; before anything is registered or allocated there."""
-        registration.require()
-        import torch
-
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-
-    @staticmethod
-    def register(buffer: Any) -> Registration:
-        """Register a host range of this rank for reads by its current GPU."""
-        return registration.register(buffer)
-
-    @classmethod
-    def registrar(cls, rank: int) -> Callable[[Any], Registration]:
+    def registrar(rank: int) -> Callable[[Any], registration.HostRegistration]:
         """What pins a table for this engine: ``register(table)`` on the rank's GPU."""
-
-        def register(table: Any) -> Registration:
-            cls.bind(rank)
-            return cls.register(table.buffer)
-
-        return register
+        return partial(_register, rank)
 
     def drift(self) -> dict[str, float]:
         """SM clock, active throttle reasons and the last step's enqueue time; what is not readable is absent."""
@@ -163,8 +143,23 @@ class CudaEngine(SuiteEngine):
         return self._staging.view(torch.int16)
 
 
+def _bind(rank: int) -> Any:
+    """Make the rank's GPU current and return it; before anything is registered or allocated there."""
+    registration.require()
+    import torch
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _register(rank: int, table: Any) -> registration.HostRegistration:
+    _bind(rank)
+    return registration.register(table.buffer)
+
+
 def _platform(rank: int) -> Platform:
-    device = CudaEngine.bind(rank)
+    device = _bind(rank)
     import torch
 
     return Platform(cuda=torch.cuda, device=device, view=device_view, spin=timeline.spin)

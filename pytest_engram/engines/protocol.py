@@ -48,13 +48,6 @@ class EngineSetup:
     seed: int
 
 
-class Registration(Protocol):
-    """A registered host range; ``close`` unregisters exactly once."""
-
-    def close(self) -> None:
-        """Unregister."""
-
-
 class Engine(Protocol):
     """One rank's suite loop."""
 

@@ -78,17 +78,13 @@ class SuiteEngine:
 
     def _begin(self, batch: HashBatch, settings: StepSettings, *, full: bool) -> tuple[Any, Any]:
         """Refuse what cannot run, stage the batch, begin its marks."""
-        most, tokens = self._setup.max_tokens, len(batch.token_ids)
+        most, tokens, who = self._setup.max_tokens, len(batch.token_ids), f"{self.name} engine"
         if tokens > most:
-            raise UsageError(
-                f"{tokens} tokens in a batch", code="too-many-tokens", who=f"{self.name} engine",
-                expected=f"at most {most}, the size of the staging buffer",
-            )  # fmt: skip
+            expected = f"at most {most}, the size of the staging buffer"
+            raise UsageError(f"{tokens} tokens in a batch", code="too-many-tokens", who=who, expected=expected)
         if settings.submission not in {"early", "at_consumption"}:
-            raise UsageError(
-                f"submission {settings.submission!r}", code="bad-submission", who=f"{self.name} engine",
-                expected="'early' or 'at_consumption'",
-            )  # fmt: skip
+            expected, seen = "'early' or 'at_consumption'", f"submission {settings.submission!r}"
+            raise UsageError(seen, code="bad-submission", who=who, expected=expected)
         if not self._shards:
             raise self._failed("the engine is closed", code="closed")
         staged = self._stage(batch)

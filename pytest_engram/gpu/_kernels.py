@@ -9,27 +9,11 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 
-@triton.jit(
-    do_not_specialize=["rows", "start", "end", "stride_t", "stride_h"],
-    do_not_specialize_on_alignment=["ids"],
-)
+@triton.jit(do_not_specialize=["rows", "start", "end", "stride_t", "stride_h"], do_not_specialize_on_alignment=["ids"])
 def lookup_kernel(
-    weight,
-    scales,
-    ids,
-    out,
-    rows,
-    start,
-    end,
-    stride_t,
-    stride_h,
-    HEAD_START: tl.constexpr,
-    LOCAL_HEADS: tl.constexpr,
-    TOTAL_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    weight, scales, ids, out, rows, start, end, stride_t, stride_h, HEAD_START: tl.constexpr,
+    LOCAL_HEADS: tl.constexpr, TOTAL_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """See ``pytest_engram.gpu.gather.lookup``; the ids of the next tile are on their way while this one is decoded."""
     GROUPS: tl.constexpr = DIM // BLOCK
     lane = tl.arange(0, TILE)

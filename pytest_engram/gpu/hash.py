@@ -17,7 +17,7 @@ _ALIGN = 16  # of each input in the copy, so that no alignment is ever news to t
 
 
 class DeviceHasher:
-    """Hash ids on ``device``, a torch device; on "cpu" under Triton's interpreter.  ``token_map`` int32 [vocabulary]."""
+    """Hash ids on a torch ``device``, on "cpu" under Triton's interpreter; ``token_map`` int32 [vocabulary]."""
 
     def __init__(self, layout: EngramLayout, token_map: Any, device: Any) -> None:
         import torch

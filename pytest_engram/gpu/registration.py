@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any, Protocol
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 
@@ -27,30 +29,8 @@ _ABSENT = {"no-driver", "no-gpu", "registration-unsupported", "wsl-pinned-memory
 _ACTIVE: weakref.WeakSet[HostRegistration] = weakref.WeakSet()
 
 
-class Cudart(Protocol):
-    """The few calls that a registration needs; codes are cudaError_t numbers, 0 is success."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """``cudaHostRegister`` with flags 0."""
-
-    def unregister(self, address: int) -> int:
-        """``cudaHostUnregister``."""
-
-    def text(self, code: int) -> str:
-        """``cudaGetErrorString``."""
-
-    def clear(self) -> None:
-        """Take the pending error, so that no later launch is blamed for it."""
-
-    def pinned(self, byte: Any) -> bool:
-        """Whether CUDA knows this one-byte numpy view as pinned."""
-
-    def synchronize(self) -> None:
-        """Wait until no kernel reads the range any more."""
-
-
-class _TorchCudart:
-    """:class:`Cudart` over ``torch.cuda.cudart()``."""
+class Cudart:
+    """The few calls that a registration needs, over torch; codes are cudaError_t numbers, 0 is success."""
 
     def __init__(self) -> None:
         import torch
@@ -60,24 +40,28 @@ class _TorchCudart:
         self._torch, self._cudart = torch, cuda.cudart()
 
     def register(self, address: int, nbytes: int) -> int:
+        """``cudaHostRegister`` with flags 0."""
         return int(self._cudart.cudaHostRegister(address, nbytes, 0).value)
 
     def unregister(self, address: int) -> int:
+        """``cudaHostUnregister``."""
         return int(self._cudart.cudaHostUnregister(address).value)
 
     def text(self, code: int) -> str:
+        """``cudaGetErrorString``."""
         return str(self._cudart.cudaGetErrorString(self._cudart.cudaError(code)))
 
     def clear(self) -> None:
-        try:  # torch binds no cudaGetLastError, but the check behind every launch of its own calls it
+        """Take the pending error, so that no later launch is blamed for it."""
+        with suppress(RuntimeError):  # torch binds no cudaGetLastError, but calls it behind every launch of its own
             self._torch.ones(1, device="cuda")
-        except RuntimeError:
-            return
 
     def pinned(self, byte: Any) -> bool:
+        """Whether CUDA knows this one-byte numpy view as pinned."""
         return bool(self._torch.from_numpy(byte).is_pinned())
 
     def synchronize(self) -> None:
+        """Wait until no kernel reads the range any more."""
         self._torch.cuda.synchronize()
 
 
@@ -163,10 +147,16 @@ class HostRegistration:
         codes = [self._cudart.unregister(address) for address in reversed(chunks)]
         return next((code for code in codes if code), 0)
 
-    def _raise(self, code: int, call: str, where: str = "") -> None:
-        if code:
-            self._cudart.clear()
-            raise _error(code, self._cudart.text(code), call, where or f"{self.nbytes} bytes at {self.address:#x}")
+    def _raise(self, number: int, call: str, where: str = "") -> None:
+        if not number:
+            return
+        self._cudart.clear()
+        code, text = _CODES.get(number, "registration-refused"), self._cudart.text(number)
+        if code in {"out-of-memory", "registration-refused", "registration-unsupported"} and _wsl():
+            code, text = "wsl-pinned-memory", f"{text} (WSL limits pinned memory)"
+        kind = NotMeasurable if code in _ABSENT else EngramError
+        where = where or f"{self.nbytes} bytes at {self.address:#x}"
+        raise kind(f"{text} (cudaError {number})", code=code, who=call, where=where, expected="cudaSuccess")
 
 
 def register(buffer: Any, *, cudart: Cudart | None = None, chunk_bytes: int = CHUNK_BYTES) -> HostRegistration:
@@ -186,7 +176,7 @@ def register(buffer: Any, *, cudart: Cudart | None = None, chunk_bytes: int = CH
         )  # fmt: skip
     if cudart is None:
         require()
-        cudart = _TorchCudart()
+        cudart = Cudart()
     return HostRegistration(buffer, cudart, chunk_bytes)
 
 
@@ -197,8 +187,7 @@ def covering(address: int, nbytes: int) -> HostRegistration | None:
 
 def require() -> None:
     """Raise ``NotMeasurable`` with the code and the reason of :func:`unavailable`."""
-    absent = _absence()
-    if absent is not None:
+    if absent := _absence():
         code, seen, way_out = absent
         raise NotMeasurable(seen, code=code, who="CUDA", way_out=way_out)
 
@@ -226,19 +215,9 @@ def _absence() -> tuple[str, str, str] | None:
 
 
 def _wsl() -> bool:
-    try:
-        with open("/proc/sys/kernel/osrelease", encoding="ascii", errors="replace") as text:
-            return "microsoft" in text.read().lower()
-    except OSError:
-        return False
-
-
-def _error(number: int, text: str, call: str, where: str) -> EngramError:
-    code = _CODES.get(number, "registration-refused")
-    if code in {"out-of-memory", "registration-refused", "registration-unsupported"} and _wsl():
-        code, text = "wsl-pinned-memory", f"{text} (WSL limits pinned memory)"
-    kind = NotMeasurable if code in _ABSENT else EngramError
-    return kind(f"{text} (cudaError {number})", code=code, who=call, where=where, expected="cudaSuccess")
+    with suppress(OSError):
+        return "microsoft" in Path("/proc/sys/kernel/osrelease").read_text("ascii", "replace").lower()
+    return False
 
 
 def _owner(buffer: Any) -> Any:

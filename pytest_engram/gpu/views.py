@@ -21,10 +21,7 @@ class HostView:
 
 
 def device_view(
-    array: Any,
-    *,
-    pointer: Callable[[int], int] | None = None,
-    tensor: Callable[[HostView], Any] | None = None,
+    array: Any, *, pointer: Callable[[int], int] | None = None, tensor: Callable[[HostView], Any] | None = None
 ) -> Any:
     """A torch u8 tensor on the GPU over the memory of ``array``, contiguous u8 numpy of any shape, zero-copy.
 
@@ -37,9 +34,8 @@ def device_view(
             registration have no common device range; ``private-copy`` if torch copied the data.
     """
     if str(array.dtype) != "uint8" or not array.flags.c_contiguous or not array.nbytes:
-        raise UsageError(
-            f"{array.dtype} {array.shape}", code="bad-buffer", who="device view", expected="a contiguous u8 array"
-        )
+        seen = f"{array.dtype} {array.shape}"
+        raise UsageError(seen, code="bad-buffer", who="device view", expected="a contiguous u8 array")
     address, nbytes = int(array.ctypes.data), int(array.nbytes)
     registration = covering(address, nbytes)
     if registration is None:

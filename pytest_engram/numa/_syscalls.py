@@ -101,11 +101,24 @@ def page_status(pid: int, addresses: Sequence[int]) -> bytes:
 
     Entries that the kernel left alone keep ``UNANSWERED``.
     """
-    pages = array.array("Q", addresses)
-    status = bytearray(UNANSWERED.to_bytes(4, sys.byteorder) * len(pages))
-    where = ctypes.c_void_p(pages.buffer_info()[0])
-    _call("move_pages", pid, len(pages), where, None, ctypes.c_void_p(address_of(status)), 0)
+    pages, status = _words(addresses), bytearray(UNANSWERED.to_bytes(4, sys.byteorder) * len(addresses))
+    _call("move_pages", pid, len(addresses), ctypes.c_char_p(pages), None, ctypes.c_void_p(address_of(status)), 0)
     return bytes(status)
+
+
+def _words(numbers: Sequence[int]) -> bytes:
+    """Native 64-bit words.  A range is one sum of two long integers, without a Python object per number."""
+    if not isinstance(numbers, range):
+        return array.array("Q", numbers).tobytes()
+    ramp, ones = _ramp(len(numbers), numbers.step)
+    return (ramp + numbers.start * ones).to_bytes(8 * len(numbers), sys.byteorder)
+
+
+@functools.lru_cache(maxsize=2)
+def _ramp(count: int, step: int) -> tuple[int, int]:
+    """The words 0, step, 2 · step … and as many ones, each as one long integer."""
+    ramp, ones = array.array("Q", range(0, count * step, step)), array.array("Q", [1]) * count
+    return int.from_bytes(ramp.tobytes(), sys.byteorder), int.from_bytes(ones.tobytes(), sys.byteorder)
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:

@@ -55,13 +55,10 @@ def compose(chosen: Sequence[tuple[Stream, int]]) -> HashBatch:
     tokens = np.array([token for history, start, end in chunks for token in history[start:end]], np.int32)
     window = np.array([window_row(history, start) for history, start, _ in chunks], np.int32)
     return HashBatch(
-        token_ids=tokens,
+        token_ids=tokens, dead=tokens == IMAGE_SENTINEL_ID, window=window, window_dead=window == IMAGE_SENTINEL_ID,
         positions=np.concatenate([np.arange(start, end, dtype=np.int64) for _, start, end in chunks]),
         query_start_loc=np.cumsum([0, *(take for _, take in chosen)]).astype(np.int32),
-        dead=tokens == IMAGE_SENTINEL_ID,
-        window=window,
-        window_dead=window == IMAGE_SENTINEL_ID,
-    )
+    )  # fmt: skip
 
 
 def advance(chosen: Sequence[tuple[Stream, int]], output: Any) -> list[Stream]:

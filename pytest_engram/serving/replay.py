@@ -45,14 +45,11 @@ def make_load(plan: ServingPlan, seed: int, vocabulary: int) -> tuple[Request, .
     )
     return tuple(
         Request(
-            index=index,
-            arrival_s=float(arrivals[index]),
+            index=index, arrival_s=float(arrivals[index]), output_tokens=int(outputs[index]), vocabulary=vocabulary,
             prompt=tuple(rng.integers(0, vocabulary, size=int(prompts[index])).tolist()),
-            output_tokens=int(outputs[index]),
-            vocabulary=vocabulary,
         )
         for index in range(plan.requests)
-    )
+    )  # fmt: skip
 
 
 def fixed_batches(workload: Workload, seed: int, vocabulary: int, state: str) -> Iterator[HashBatch]:

@@ -15,6 +15,7 @@ from pytest_engram.engines.cuda import CudaEngine
 from pytest_engram.engines.protocol import EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, full_shards, table_bytes, table_views
 from pytest_engram.gpu.gather import lookup
+from pytest_engram.gpu.registration import register
 from pytest_engram.gpu.streams import PrefetchStream
 from pytest_engram.gpu.timeline import self_test, spin
 from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids
@@ -168,7 +169,7 @@ def check_engine() -> dict[str, Any]:
     token_map = np.arange(129_280, dtype=np.int32) % layout.compressed_vocab
     buffer = host(table_bytes(layout))
     fill_table(buffer, layout, 5)
-    held = CudaEngine.register(buffer)
+    held = register(buffer)
     views = table_views(buffer, layout)
     work = Workload(hidden=2048, layers=8, engram_layers=(1, 5), tokens=512)
     engine = CudaEngine(EngineSetup(

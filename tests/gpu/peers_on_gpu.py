@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Gpu:
             self.lookup(ids[number], out)
             events[number + 1].record()
         cuda.synchronize()
-        return [1e3 * a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
+        return [1e3 * a.elapsed_time(b) for a, b in pairwise(events)]
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -247,7 +248,12 @@ def summary(size: int, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for tokens in ranks[0]["times"]["alone"]:
         moved = ledger.source_bytes(int(tokens), 24, 256)
         alone = [statistics.median(rank["times"]["alone"][tokens]) for rank in ranks]
-        line = {"ranks": size, "tokens": int(tokens), "alone_us": alone, "alone_gb_s": [moved / us / 1e3 for us in alone]}
+        line = {
+            "ranks": size,
+            "tokens": int(tokens),
+            "alone_us": alone,
+            "alone_gb_s": [moved / us / 1e3 for us in alone],
+        }
         if size > 1:
             both = [statistics.median(rank["times"]["all"][tokens]) for rank in ranks]
             pairs = [
@@ -296,7 +302,9 @@ def main() -> int:
             for rank, report in enumerate(ranks):
                 lines.write(json.dumps({"ranks": size, "rank": rank, "seconds": seconds, **report}) + "\n")
                 steps = {r["step"]: round(r["seconds"], 2) for r in report["receipts"]}
-                short.append(f"{size} ranks, rank {rank}: {report['device']}, {report['wrong']} wrong, steps in s {steps}")
+                short.append(
+                    f"{size} ranks, rank {rank}: {report['device']}, {report['wrong']} wrong, steps in s {steps}"
+                )
                 short += [f"  gather {report['gather']}"] if report["gather"] else []
                 wrong += report["wrong"]
             for line in summary(size, ranks):
