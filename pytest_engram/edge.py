@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest

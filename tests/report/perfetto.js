@@ -34,29 +34,29 @@ function rows(result) {
   return Array.from({ length: cells.length / width }, (_, i) => cells.slice(i * width, (i + 1) * width));
 }
 
-function start(reply) {
-  const read = async (name) => fs.readFileSync(path.join(folder, path.basename(String(name))));
+function start(ready) {
+  const read = (name) => fs.readFileSync(path.join(folder, path.basename(String(name))));
+  const compile = (bytes, imports) => { const done = WebAssembly.instantiate(bytes, imports); done.then(() => setTimeout(ready, 0)); return done; };
   const self = {
-    console: { ...console, log: console.error }, setTimeout, clearTimeout, URL, TextDecoder, TextEncoder, WebAssembly,
-    performance, crypto, location: { href: "file:///" }, importScripts() {},
-    fetch: async (name) => { const body = await read(name); return new Response(body, { headers: { "Content-Type": "application/wasm" } }); },
+    console: { log() {}, warn() {}, error() {} }, setTimeout, clearTimeout, URL, TextDecoder, TextEncoder, performance, crypto,
+    WorkerGlobalScope: true, location: { href: "http://localhost/engine_bundle.js" }, importScripts() {},
+    WebAssembly: Object.assign(Object.create(WebAssembly), { Module: WebAssembly.Module, instantiate: compile, instantiateStreaming: undefined }),
+    fetch: async (name) => ({ ok: true, arrayBuffer: async () => Uint8Array.from(read(name)).buffer }),
   };
-  self.self = self.globalThis = self;
-  vm.runInNewContext(fs.readFileSync(path.join(folder, "engine_bundle.js"), "utf8"), self);
-  const port = { postMessage: reply };
+  self.self = self;
+  vm.runInNewContext(read("engine_bundle.js").toString(), self);
   self.onmessage({ data: port });
-  return port;
 }
 
-const port = start((bytes) => {
-  for (const message of all(bytes, 1)) {
-    for (const error of all(message, 5)) throw new Error(text(error));
-    for (const result of all(message, 203)) { console.log(JSON.stringify(rows(result))); process.exit(0); }
-  }
+const port = {
+  postMessage(bytes) {
+    for (const message of all(bytes, 1)) {
+      for (const error of all(message, 5)) throw new Error(text(error));
+      for (const result of all(message, 203)) { console.log(JSON.stringify(rows(result))); process.exit(0); }
+    }
+  },
+};
+const append = () => field(101, fs.readFileSync(trace)), query = () => field(103, field(1, Buffer.from(sql)));
+start(() => {
+  for (const message of [request(1, append()), request(2), request(3, query())]) port.onmessage({ data: Uint8Array.from(message) });
 });
-setTimeout(() => {
-  const U8 = (buffer) => Uint8Array.from(buffer);
-  for (const message of [
-    request(1, field(101, fs.readFileSync(trace))), request(2), request(3, field(103, field(1, Buffer.from(sql)))),
-  ]) port.onmessage({ data: U8(message) });
-}, 3000);
