@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -14,6 +13,7 @@ from _pytest.mark.expression import Expression
 from pytest_engram import gates
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.model import Problem, Status, Verdict
+from pytest_engram.report.benchmark import json_path
 from pytest_engram.report import benchmark, records, terminal
 from pytest_engram.session import Outcome, Session
 
@@ -34,8 +34,8 @@ class Edge:
         self.owed = False  # some item, perhaps on a worker, spoke for a gate
         self.folder = config.rootpath / (self.option("--engram-report") or time.strftime("reports/run-%Y%m%d-%H%M%S"))
         self.session.check_options()
-        if target := config.getoption("benchmark_json", default=None):  # pytest-benchmark opens it at the very end
-            Path(getattr(target, "name", target)).parent.mkdir(parents=True, exist_ok=True)
+        if target := json_path(config):  # pytest-benchmark opens it only at the very end
+            target.parent.mkdir(parents=True, exist_ok=True)
         # Our own section is written even where pytest-benchmark, which would warn, writes nothing.
         warnings.filterwarnings("ignore", message="Not saving anything, no benchmarks have been run")
         self._refuse_xdist()
@@ -137,7 +137,7 @@ class Edge:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the run's files and set the exit code, once, in the controller."""
-        if self.worker:
+        if self.worker or self.option("collectonly", default=False):
             return
         for missing in sorted(self.session.selected - self.session.outcomes.keys()):
             problem = Problem(code="never-ran", message="selected but never ran", status=Status.NOT_MEASURED)

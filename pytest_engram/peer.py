@@ -18,7 +18,7 @@ import numpy as np
 from pytest_engram import checks, codec, ledger
 from pytest_engram.backends import load_backend, receipt_of
 from pytest_engram.backends.protocol import Backend
-from pytest_engram.engines import engine_class
+from pytest_engram.engines import backings, engine_class
 from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, table_bytes, table_views
 from pytest_engram.model import (
@@ -68,6 +68,7 @@ class Peer:
         self.layout = layout_for(plan)
         self.token_map = synthetic_token_map(self.layout.compressed_vocab, VOCABULARY)
         engine = engine_class(plan.engine)
+        backings.install(plan.placements[arm].backing, group.rank)
         self.table = build_table(
             group, plan.placements[arm], table_bytes(self.layout), register=engine.registrar(group.rank),
             progress=lambda done, total: group.emit({"kind": "pages", "value": [done, total]}),

@@ -2,9 +2,9 @@
 
 All peers map; the leader sets the object's policy and writes every page; CPU barrier; peers register; every rank's
 page distribution is collected and logged; weights are loaded as before.  ``PYTEST_ENGRAM_PLACEMENT`` is a placement
-policy in this suite's words (``bind:0``, ``interleave``, ``per-numa-node`` …), the same in every worker; unset is stock.
-Any failure in any rank is a warning with its reason in all of them, and then the stock allocation.  To switch it on,
-a distribution of your own declares::
+policy in this suite's words (``bind:0``, ``interleave``, ``per-numa-node`` …), the same in every worker; unset is
+stock.  Any failure in any rank is a warning with its reason in all of them, and then the stock allocation.  To switch
+it on, a distribution of your own declares::
 
     [project.entry-points."vllm.general_plugins"]
     engram_placement = "pytest_engram.backends.vllm_patch:register"
@@ -47,18 +47,18 @@ def register() -> None:
             seen.append(f"{name}: {error}")
             continue
         if hasattr(module, STORAGE):
-            return install(module)
+            install(module)
+            return
         seen.append(f"{name} has none")
-    return logging.getLogger(__name__).warning("stock Engram placement: no %s to patch: %s", STORAGE, "; ".join(seen))
+    logging.getLogger(__name__).warning("stock Engram placement: no %s to patch: %s", STORAGE, "; ".join(seen))
 
 
 def install(module: Any) -> None:
     """Put a subclass of the engine's storage in its place in ``module``; a second call does nothing."""
     stock = getattr(module, STORAGE)
     if not issubclass(stock, PlacedStorage):
-        setattr(
-            module, STORAGE, type("PlacedEngramStorage", (PlacedStorage, stock), {"engine": module, "stock": stock})
-        )
+        placed = type("PlacedEngramStorage", (PlacedStorage, stock), {"engine": module, "stock": stock})
+        setattr(module, STORAGE, placed)
 
 
 class PatchedVllmBackend(VllmBackend):

@@ -155,7 +155,7 @@ def _bind(rank: int) -> Any:
 
 def _register(rank: int, table: Any) -> registration.HostRegistration:
     _bind(rank)
-    return registration.register(table.buffer)
+    return registration.register(table.buffer, cudart=getattr(table.backing, "cudart", None))
 
 
 def _platform(rank: int) -> Platform:

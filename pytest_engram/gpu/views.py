@@ -69,8 +69,10 @@ def _device_pointer(address: int) -> int:
     cuda: Any = torch.cuda
     cuda.synchronize()  # makes torch's context current on this thread
     result = ctypes.c_uint64()
-    call = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
-    code = call(ctypes.byref(result), ctypes.c_void_p(address), ctypes.c_uint(0))
+    library = ctypes.CDLL("libcuda.so.1")
+    code = library.cuMemHostGetDevicePointer_v2(ctypes.byref(result), ctypes.c_void_p(address), ctypes.c_uint(0))
+    if code:  # cuMem memory is mapped, not registered: CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+        code = library.cuPointerGetAttribute(ctypes.byref(result), 3, ctypes.c_uint64(address))
     if code:
         raise _refused("not-registered", f"cuMemHostGetDevicePointer: CUresult {code}", "a registered address")
     return int(result.value)

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pytest_engram.errors import NotMeasurable, PlacementError
+from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, procfs
 
 SHM = "/dev/shm"  # noqa: S108 - the tmpfs that the measured engines use
@@ -27,6 +28,8 @@ class Backing:
     shared = True  # False: every rank has its own object
     policy_per_mapper = False  # True: each mapper sets the policy, not only the leader
     wants_huge = False  # True: transparent huge pages are asked for and collapse is tried
+    resident = False  # True: a driver makes the pages, in ``create`` or ``map``, where ``ask`` said
+    detail = ""  # what ``map`` found worth telling
     page_bytes = mmap.PAGESIZE
 
     def __init__(self, num_bytes: int) -> None:
@@ -34,6 +37,9 @@ class Backing:
         self._view: memoryview | None = None
         self._descriptor = -1
         self._map: mmap.mmap | None = None
+
+    def ask(self, plan: TablePlan) -> None:
+        """Hear the plan before ``create``; only a backing without a policy step has use for it."""
 
     def create(self) -> dict[str, str]:
         """Make the object with its length and without a page; the handle that peers attach to."""

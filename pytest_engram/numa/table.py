@@ -60,6 +60,7 @@ def _table_of(rank: int, placement: PlacementPlan, num_bytes: int) -> SharedTabl
         raise UsageError(seen, code="unknown-backing", where="placement", expected=known)
     ((index, plan),) = mine
     backing = BACKINGS[placement.backing](num_bytes)
+    backing.ask(plan)
     return SharedTable(plan=plan, index=index, nbytes=num_bytes, rank=rank, backing=backing)
 
 
@@ -83,7 +84,10 @@ class _Build:
         self.create()
         for step in (self.map, *orders[self.order], self.audit):
             with self.table.step(step.__name__, self.group) as note:
-                step(note)
+                if self.table.backing.resident and step.__name__ in ("policy", "populate"):
+                    note.not_applicable = "the driver placed the pages when it made them"
+                else:
+                    step(note)
             self.group.barrier(step="barrier" if step.__name__ == "populate" else step.__name__)
 
     def create(self) -> None:
@@ -110,8 +114,9 @@ class _Build:
                 time.sleep(0.01)
             raise
 
-    def map(self, _note: Note) -> None:
+    def map(self, note: Note) -> None:
         self.table.backing.map()
+        note.detail = self.table.backing.detail
 
     def policy(self, note: Note) -> None:
         plan, backing = self.table.plan, self.table.backing

@@ -16,6 +16,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import boot
@@ -28,6 +29,7 @@ TABLES = {  # the suites' own tables and their columns
     "stock": "situation | got | placed, or what numa_maps shows",
     "faults": "planted | caught by | code",
     "experiments": "experiment | gate | status | reason | observed",
+    "engine": "order | situation | pages after replay | gate 1 | label",
 }
 ENDS = {boot.TIMED_OUT: "timed out", boot.PANICKED: "panicked"}
 
@@ -39,9 +41,16 @@ class Job:
     name: str
     machine: str
     suites: tuple[str, ...]
+    needs: tuple[str, ...] = ()  # modules, and paths in the checkout
+
+    @property
+    def lacks(self) -> list[str]:
+        """What the job needs and this machine has not: then it is not measured."""
+        return [need for need in self.needs if not ((boot.ROOT / need).exists() if "/" in need else find_spec(need))]
 
 
 JOBS = (  # the longest first
+    Job("engine", "two", ("test_guest_engine.py",), needs=("torch", "triton", ".cache/vllm-0.31.0/receipt.json")),
     Job("A1", "two", ("test_guest_experiments.py::test_placement_is_proven_and_nothing_else[A1]",)),
     Job("A2", "two", ("test_guest_experiments.py::test_placement_is_proven_and_nothing_else[A2]",)),
     Job("two", "two", ("test_guest_policies.py", "test_guest_stock.py", "test_guest_faults.py")),
@@ -135,7 +144,13 @@ def main() -> int:
     parser.add_argument("--only", choices=[job.name for job in JOBS], action="append", help="not the whole: a part")
     arguments = parser.parse_args()
     out = arguments.out or Path(tempfile.mkdtemp(prefix="numa-guest-"))
-    jobs = [job for job in JOBS if not arguments.only or job.name in arguments.only]
+    wanted = [job for job in JOBS if not arguments.only or job.name in arguments.only]
+    jobs = [job for job in wanted if not job.lacks]
+    for job in wanted:
+        if job.lacks:
+            print(f"guest {job.name}: NOT_MEASURED: no {', '.join(job.lacks)}")
+    if not jobs:
+        return boot.UNAVAILABLE
     start = time.monotonic()
     try:
         boot.prepare()

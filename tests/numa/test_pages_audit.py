@@ -157,9 +157,7 @@ def test_fast_and_plain_counting_agree(numbers: list[int]) -> None:
     assert pages._count_statuses(status) == collections.Counter(numbers)
 
 
-@pytest.mark.parametrize(
-    "numbers", [range(0), range(4096, 8192, 4096), range(0x7FFF_FFF0_0000, 0x7FFF_FFF3_0000, 9)]
-)
+@pytest.mark.parametrize("numbers", [range(0), range(4096, 8192, 4096), range(0x7FFF_FFF0_0000, 0x7FFF_FFF3_0000, 9)])
 def test_addresses_of_a_range_are_the_listed_ones(numbers: range) -> None:
     """The words made without a step per page equal those made one by one."""
     assert _syscalls._words(numbers) == _syscalls._words(list(numbers)) == struct.pack(f"{len(numbers)}Q", *numbers)

@@ -202,6 +202,20 @@ def test_time_budget_refuses_what_cannot_fit():
     assert "over-time-budget" in done.stdout
 
 
+def test_collecting_judges_nothing(tmp_path):
+    """`--collect-only` owes no verdict, writes no report and keeps pytest's exit code."""
+    done = run(*PLACEMENT, "--collect-only", f"--engram-report={tmp_path}/report")
+    assert done.returncode == 0, done.stdout
+    assert not (tmp_path / "report").exists()
+
+
+def test_folder_of_the_json_is_made(tmp_path):
+    """`--benchmark-json` may name a folder that does not exist yet."""
+    done = run(*PLACEMENT, f"--benchmark-json={tmp_path}/new/run.json", f"--engram-report={tmp_path}/report")
+    assert done.returncode == 12, done.stdout
+    assert "engram" in strict((tmp_path / "new/run.json").read_text())
+
+
 def test_required_gate_decides_alone(tmp_path):
     """With --engram-require only the named gates set the exit code; here the named one was not reached."""
     done = run(*PLACEMENT, "--engram-require=A1:1", f"--engram-report={tmp_path}")

@@ -2,6 +2,8 @@
 // prints the rows as JSON.  The engine expects a web worker, so it gets the few things that a worker has; requests and
 // replies are TraceProcessorRpcStream messages of protos/perfetto/trace_processor/trace_processor.proto.
 "use strict";
+process.on("uncaughtException", (error) => { console.error(String(error.message).slice(0, 500)); process.exit(1); });
+process.on("unhandledRejection", (error) => { throw error; });
 const fs = require("fs"), path = require("path"), vm = require("vm");
 const [folder, trace, sql] = process.argv.slice(2);
 
@@ -9,6 +11,7 @@ const varint = (n) => { const out = []; for (; n > 127; n = Math.floor(n / 128))
 const field = (number, bytes) => Buffer.concat([Buffer.from([...varint(number * 8 + 2), ...varint(bytes.length)]), bytes]);
 const request = (method, ...args) => field(1, Buffer.concat([Buffer.from([8, ++sent, 16, method]), ...args]));
 let sent = 0;
+const read = (name) => fs.readFileSync(path.join(folder, path.basename(String(name))));
 
 function* fields(bytes) {
   let at = 0;
@@ -34,14 +37,15 @@ function rows(result) {
   return Array.from({ length: cells.length / width }, (_, i) => cells.slice(i * width, (i + 1) * width));
 }
 
-function start(ready) {
-  const read = (name) => fs.readFileSync(path.join(folder, path.basename(String(name))));
-  const compile = (bytes, imports) => { const done = WebAssembly.instantiate(bytes, imports); done.then(() => setTimeout(ready, 0)); return done; };
+class XMLHttpRequest {
+  open(_method, name) { this.response = Uint8Array.from(read(name)).buffer; }
+  send() {}
+}
+
+function start() {
   const self = {
-    console: { log() {}, warn() {}, error() {} }, setTimeout, clearTimeout, URL, TextDecoder, TextEncoder, performance, crypto,
-    WorkerGlobalScope: true, location: { href: "http://localhost/engine_bundle.js" }, importScripts() {},
-    WebAssembly: Object.assign(Object.create(WebAssembly), { Module: WebAssembly.Module, instantiate: compile, instantiateStreaming: undefined }),
-    fetch: async (name) => ({ ok: true, arrayBuffer: async () => Uint8Array.from(read(name)).buffer }),
+    console: { log() {}, warn() {}, error() {} }, setTimeout, clearTimeout, URL, TextDecoder, TextEncoder, performance,
+    crypto, WebAssembly, TypeError, Uint8Array, XMLHttpRequest, WorkerGlobalScope: true, location: { href: "http://localhost/" }, importScripts() {},
   };
   self.self = self;
   vm.runInNewContext(read("engine_bundle.js").toString(), self);
@@ -56,7 +60,8 @@ const port = {
     }
   },
 };
-const append = () => field(101, fs.readFileSync(trace)), query = () => field(103, field(1, Buffer.from(sql)));
-start(() => {
-  for (const message of [request(1, append()), request(2), request(3, query())]) port.onmessage({ data: Uint8Array.from(message) });
-});
+start();
+setTimeout(() => {
+  const steps = [[1, field(101, fs.readFileSync(trace))], [2], [3, field(103, field(1, Buffer.from(sql)))]];
+  for (const step of steps) port.onmessage({ data: Uint8Array.from(request(...step)) });
+}, 0);

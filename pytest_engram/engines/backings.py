@@ -1,0 +1,136 @@
+"""Host memory that CUDA makes itself, as backings: no first touch and no later policy decides where its pages lie.
+
+:func:`install` adds one to ``numa.backing.BACKINGS`` in a rank that is asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pytest_engram.errors import NotMeasurable
+from pytest_engram.gpu import registration
+from pytest_engram.gpu.cumem import Driver, MappedCudart, Sender, receive
+from pytest_engram.model import TablePlan
+from pytest_engram.numa import _syscalls, pages
+from pytest_engram.numa.backing import BACKINGS, Backing
+
+
+class DriverMade(Backing):
+    """Its pages are resident and pinned once it is mapped; ``cudart`` stands in for their registration."""
+
+    resident = True
+    cudart: registration.Cudart
+    _asked: TablePlan
+
+    def ask(self, plan: TablePlan) -> None:
+        """Keep what ``create`` or ``map`` needs."""
+        self._asked = plan
+
+    @property
+    def identity(self) -> str:
+        """The device that the driver mapped, "" before; every such mapping may have the same."""
+        return pages.mapped_vmas(self.address, self.nbytes, name="maps")[0].identity if self.is_mapped else ""
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """No object says."""
+        return None
+
+
+class Pinned(DriverMade):
+    """``torch.empty(pin_memory=True)``, one per rank, under the task policy that the plan asks for."""
+
+    name = "pinned"
+    shared = False
+    allocate: Callable[[int], Any] = staticmethod(lambda nbytes: _pinned(nbytes))
+
+    def create(self) -> dict[str, str]:
+        """Nothing to create before mapping."""
+        return {}
+
+    def map(self) -> None:
+        """Allocate; torch rounds up to a power of two, and its cache must not hand out an older, placed block."""
+        mode, nodes = _syscalls.get_mempolicy()
+        _syscalls.set_mempolicy(_syscalls.MODES[self._asked.mode], self._asked.nodes)
+        try:
+            self._view = memoryview(self.allocate(self.nbytes).numpy())
+        finally:
+            _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
+        self.cudart = _Held()
+        vmas = pages.mapped_vmas(self.address, self.nbytes, name="maps")
+        self.detail = f"{vmas[-1].end - vmas[0].start} bytes mapped for {self.nbytes}"
+
+
+class _Held(registration.Cudart):
+    """The allocation registered it; the allocation's end will unregister it."""
+
+    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002
+        """Nothing to do."""
+        return 0
+
+    def unregister(self, address: int) -> int:  # noqa: ARG002
+        """Nothing to do."""
+        return 0
+
+
+def _pinned(nbytes: int) -> Any:
+    import torch
+
+    if empty := getattr(torch._C, "_host_emptyCache", None):
+        empty()
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class CuMem(DriverMade):
+    """``cuMemCreate`` on one NUMA node; peers import the leader's descriptor."""
+
+    name = "cumem"
+    _driver: Driver
+    _handle: tuple[int, int, int]  # the driver's own, node, length
+    _sender: Sender | None = None
+
+    def create(self) -> dict[str, str]:
+        """Make the memory on the node of ``bind:N``, by default on the one near the GPU."""
+        self._driver = self.library()
+        if self._asked.mode not in ("bind", "default") or len(self._asked.nodes) > 1:
+            seen = f"policy {self._asked.mode} {self._asked.nodes}"
+            raise NotMeasurable(seen, code="one-node-only", where="cumem", expected="bind:N or default")
+        node = self._asked.nodes[0] if self._asked.nodes else self._driver.near
+        handle, length = self._driver.create(node, self.nbytes)
+        self._handle, self._descriptor = (handle, node, length), self._driver.export(handle)
+        self._sender = Sender(self._descriptor)
+        return {"path": self._sender.name, "node": str(node), "length": str(length)}
+
+    def attach(self, handle: dict[str, str]) -> None:
+        """Import the leader's memory."""
+        self._driver, self._descriptor = self.library(), receive(handle["path"])
+        self._handle = self._driver.adopt(self._descriptor), int(handle["node"]), int(handle["length"])
+
+    def map(self) -> None:
+        """Map all of it for the host; the GPU's access comes with the registration."""
+        handle, node, length = self._handle
+        self._view = self._driver.map(handle, node, length)[: self.nbytes]
+        self.cudart, self.detail = MappedCudart(self._driver), f"{length} bytes on node {node} for {self.nbytes}"
+
+    library: Callable[[], Driver] = Driver
+
+    def close(self) -> None:
+        """Drop the descriptor; the memory goes with its last view, here and in every peer."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        super().close()
+
+
+CUDA_BACKINGS: dict[str, type[Backing]] = {kind.name: kind for kind in (Pinned, CuMem)}
+
+
+def install(name: str, rank: int) -> None:
+    """Make ``name`` a known backing if it is CUDA's, and the rank's GPU current; ``NotMeasurable`` without a GPU."""
+    if name in CUDA_BACKINGS:
+        registration.require()
+        import torch
+
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        BACKINGS[name] = CUDA_BACKINGS[name]

@@ -1,0 +1,227 @@
+"""Timelines as Chrome trace events, and back: what one step did, for the eye.  Traces explain; they never feed a gate.
+
+What is written opens in Perfetto and chrome://tracing.  Read are that, traces of ``torch.profiler`` and the marks of
+:mod:`pytest_engram.probe`; ``names`` says what lookups and waits are called in the user's engine.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace as Slice
+from typing import Any
+
+from pytest_engram import codec, probe
+from pytest_engram.errors import UsageError
+from pytest_engram.model import LookupMark, Timeline
+from pytest_engram.queueing import queue_report
+from pytest_engram.report.records import read_results
+
+MOST = 200  # timelines in one written trace
+TOLERANCE_NS = 2_000  # profilers align the clocks of host and device to about a microsecond
+MARKS = ("hash_ready", "submit", "start", "done", "wait_before", "wait_after")
+# Regular expressions for kernels that look up and that hash, for the lookups' stream, for waits (a slice, the first
+# kernel that reads the rows, or the host's call before that kernel) and for a probe's marks; the layers of one step.
+NAMES = {
+    "lookup": "engram_lookup_kernel|^lookup_kernel|^lookup layer", "hash": "hash_ids_kernel|^hash", "stream": "",
+    "wait": "StreamWaitEvent|^wait layer", "layers": "1,14", **{name: name.split("_")[-1] + "$" for name in MARKS},
+}  # fmt: skip
+
+
+def write(path: Path, results: Iterable[Path]) -> str:
+    """Write the first marked step of every rank of every run, each from its own begin; returns what was written."""
+    known = [result.evidence for result in read_results(results) if result.evidence is not None]
+    found = [
+        (f"{evidence.plan.experiment.id} run {run.index} arm {run.arm} rank {sample.rank}", sample.timelines[0])
+        for evidence in known for run in evidence.runs for sample in run.overlap if sample.timelines
+    ]  # fmt: skip
+    events = [event for pid, (title, line) in enumerate(found[:MOST], 1) for event in trace_events(pid, title, line)]
+    codec.write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, allow_nan=False).encode())
+    return f"{path}: {len(found[:MOST])} timelines, {len(found[MOST:])} left out; a trace explains, it feeds no gate"
+
+
+def trace_events(pid: int, title: str, line: Timeline) -> Iterator[dict[str, Any]]:
+    """One timeline in µs from its begin, as process ``pid`` with a thread per stream; arguments hold exact ns."""
+
+    def event(phase: str, thread: int, name: str, at: int, **more: Any) -> dict[str, Any]:
+        return {"ph": phase, "pid": pid, "tid": thread, "name": name, "ts": (at - line.begin) / 1000, **more}
+
+    def piece(thread: int, name: str, start: int, end: int, cat: str = "step", **args: Any) -> dict[str, Any]:
+        return event("X", thread, name, start, dur=(end - start) / 1000, cat=cat, args=args)
+
+    for thread, name in enumerate((title, "main stream", "prefetch stream", "consumer waits")):
+        yield event("M", thread, "thread_name" if thread else "process_name", line.begin, args={"name": name})
+    yield piece(1, f"step {line.step}", line.begin, line.end, tokens=line.tokens)
+    for ready in {mark.hash_ready for mark in line.lookups}:
+        yield piece(1, "hash", line.begin, ready, "kernel")
+    for span in line.spans:
+        yield piece(1, f"{span.name} layer {span.layer}", span.start, span.end)
+    marks = {mark.layer: mark for mark in line.lookups}
+    for number, times in enumerate(queue_report(line).lookups):
+        mark, flow = marks[times.layer], pid << 16 | number << 1
+        args = {name: getattr(times, name) for name in ("layer", "queueing", "kernel", "exposed", "waited")}
+        launch = {"rows": mark.rows, "tiles": mark.tiles, "grid": [mark.grid, 1, 1], "correlation": flow}
+        yield piece(1, f"submit layer {mark.layer}", mark.submit, mark.submit, "runtime", correlation=flow)
+        yield piece(2, f"lookup layer {mark.layer}", mark.start, mark.done, "kernel", **args, **launch)
+        yield piece(3, f"wait layer {mark.layer}", mark.wait_before, mark.wait_after, "wait", **args)
+        for phase, arrow, thread, at in (("s", flow, 1, mark.submit), ("f", flow, 2, mark.start),
+                                         ("s", flow + 1, 2, mark.start),
+                                         ("f", flow + 1, 3, max(mark.start, mark.wait_before))):  # fmt: skip
+            yield event(phase, thread, "flow", at, cat="flow", id=arrow, bp="e")
+
+
+def report(path: Path, names: str = "") -> list[str]:
+    """The queue report of a foreign trace as text; ``names``: ``lookup=REGEX,wait=REGEX,…`` with keys of ``NAMES``."""
+    lines, text = read(path, names)
+    text.insert(0, f"{path}: {len(lines)} steps; a trace explains, it feeds no gate")
+    for rank in dict.fromkeys(line.rank for line in lines):
+        found = [queue_report(line, tolerance_ns=TOLERANCE_NS, late_ns=math.inf) for line in lines if line.rank == rank]
+        faults = [f"step {step}: {one.reason}" for step, one in enumerate(found) if not one.serial]
+        verdict = f"not a serial queue in {len(faults)} of" if faults else "one serial queue in"
+        text += [f"rank {rank}: {verdict} {len(found)} steps", *faults[:3]]
+        text.append("  layer   queueing s−r       kernel L      exposed E   (median µs)")
+        times = [times for one in found for times in one.lookups]
+        for layer in dict.fromkeys(one.layer for one in times):
+            rows = [(one.queueing, one.kernel, one.exposed) for one in times if one.layer == layer]
+            text.append(f"{layer:7}" + "".join(f"{median(row) / 1000:15,.1f}" for row in zip(*rows, strict=True)))
+    return text
+
+
+def read(path: Path, names: str = "") -> tuple[list[Timeline], list[str]]:
+    """The timelines in a Chrome trace (.gz too), in probe lines or in a probe's folder, and what to know of them.
+
+    Raises ``UsageError`` where nothing is found, or lookups and waits do not pair.
+    """
+    parts = [part.partition("=") for part in re.split(rf",(?=(?:{'|'.join(NAMES)})=)", names) if part]
+    if unknown := [name for name, _, _ in parts if name not in NAMES]:
+        raise UsageError(f"--names {unknown[0]}", code="bad-names", expected=f"NAME=REGEX, NAME in {', '.join(NAMES)}")
+    chosen = {**NAMES, **{name: value for name, _, value in parts}}
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    try:
+        data = b"" if path.is_dir() else path.read_bytes()
+        tree = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data, parse_float=Decimal)
+    except OSError as error:
+        raise _refuse(path, error.strerror or str(error)) from error
+    except ValueError:  # no single JSON text, but perhaps one on each line
+        tree = None
+    events = tree.get("traceEvents") if isinstance(tree, dict) else tree
+    return _from_events(path, events, chosen) if isinstance(events, list) else (_from_marks(path, files, chosen), [])
+
+
+def _refuse(path: Path, seen: str) -> UsageError:
+    return UsageError(
+        seen, code="bad-trace", where=str(path), expected="a torch.profiler trace or marks of pytest_engram.probe",
+        way_out="say what the engine calls them: --names lookup=REGEX,wait=REGEX,stream=REGEX,layers=1,14",
+    )  # fmt: skip
+
+
+def _from_marks(path: Path, files: Sequence[Path], names: dict[str, str]) -> list[Timeline]:
+    at: dict[Any, dict[str, list[int]]] = defaultdict(lambda: {name: [] for name in MARKS})
+    for record in (record for file in files for record in probe.read_records(file)[0] if record.get("kind") == "mark"):
+        for name in (name for name in MARKS if re.search(names[name], record["mark"])):
+            at[record["rank"], record["layer"]][name].append(record["t_ns"])
+    steps = defaultdict(list)
+    for (rank, layer), times in at.items():
+        times["hash_ready"] = times["hash_ready"] or times["submit"]
+        if len({len(moments) for moments in times.values()}) > 1:
+            raise _refuse(path, f"rank {rank}, layer {layer}: {', '.join(f'{len(times[n])} {n}' for n in MARKS)}")
+        for step, moments in enumerate(zip(*times.values(), strict=True)):
+            steps[rank, step].append(_mark(layer, moments))
+    if not steps:
+        raise _refuse(path, "no trace events and no marks")
+    return [_line(rank, step, marks) for (rank, step), marks in sorted(steps.items())]
+
+
+def _mark(layer: int, moments: Sequence[int]) -> LookupMark:
+    """Rows, tiles and grid are not needed to explain a queue; nothing shows these zeros."""
+    return LookupMark(layer=layer, rows=0, tiles=0, grid=0, **dict(zip(MARKS, moments, strict=True)))
+
+
+def _line(rank: int, step: int, marks: Sequence[LookupMark]) -> Timeline:
+    begin, end = min(mark.hash_ready for mark in marks), max(mark.wait_after for mark in marks)
+    return Timeline(rank=rank, step=step, begin=begin, end=end, tokens=0, lookups=tuple(marks))
+
+
+def _slices(events: list[Any]) -> Iterator[Slice]:
+    """Complete events in ns; ``launch`` is when the host launched what it shares its correlation with, or None."""
+    spans = [{"args": {}, "cat": "", **event} for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    host = {id(event): "runtime" in event["cat"] or "driver" in event["cat"] for event in spans}
+    launches = {event["args"].get("correlation"): _ns(event["ts"]) for event in spans if host[id(event)]}
+    for event in spans:
+        args, start = event["args"], _ns(event["ts"])
+        launch = launches.get(args["correlation"]) if "correlation" in args else None
+        yield Slice(
+            name=event["name"], host=host[id(event)], start=start, end=start + _ns(event.get("dur", 0)), launch=launch,
+            gpu=event["cat"] == "kernel" or event["cat"].startswith("gpu_mem"), layer=args.get("layer"),
+            on=(args.get("device", event.get("pid")), args.get("stream", event.get("tid"))),
+        )  # fmt: skip
+
+
+def _ns(microseconds: Any) -> int:
+    return round(Decimal(microseconds) * 1000)
+
+
+def _order(one: Slice) -> int:
+    return int(one.start if one.launch is None else one.launch)
+
+
+def _from_events(path: Path, events: list[Any], names: dict[str, str]) -> tuple[list[Timeline], list[str]]:
+    slices = sorted(_slices(events), key=_order)
+    gpu, lines, notes = [one for one in slices if one.gpu], list[Timeline](), list[str]()
+    lookups = [o for o in gpu if re.search(names["lookup"], o.name) and re.search(names["stream"], str(o.on[1]))]
+    streams = defaultdict(list)
+    for one in sorted(gpu, key=lambda one: one.start):
+        streams[one.on].append(one)
+    hashes = [one for one in gpu if re.search(names["hash"], one.name)]
+    ends = {id(o): o for o in _consumers(slices, gpu, names["wait"]) if all(o is not lookup for lookup in lookups)}
+    for rank in dict.fromkeys(one.on[0] for one in lookups):
+        ours = [one for one in lookups if one.on[0] == rank]
+        waits = [one for one in ends.values() if one.on[0] == rank and _order(one) >= _order(ours[0])]
+        ours = [one for one in ours if waits and _order(one) <= _order(waits[-1])]
+        if len(ours) != len(waits) or not ours:
+            raise _refuse(path, f"rank {rank}: {len(ours)} lookups and {len(waits)} consumer waits")
+        layers = [one.layer for one in ours]
+        layers = [int(layer) for layer in names["layers"].split(",")] * len(ours) if None in layers else layers
+        both, size = zip(layers, ours, waits, strict=False), len(set(layers))
+        marks = [_mark(layer, _moments(one, wait, streams[wait.on], hashes)) for layer, one, wait in both]
+        lines += [_line(rank, n, marks[n * size :][:size]) for n in range(len(marks) // size)]
+        used, main = ({one.on[1] for one in some} for some in (ours, waits))
+        if len(used) > 1 or used & main:
+            notes.append(f"rank {rank}: lookups on streams {sorted(used)}, their consumers on {sorted(main)}")
+    if not lines:
+        raise _refuse(path, f"no kernel matches lookup={names['lookup']}")
+    return lines, notes
+
+
+def _consumers(slices: list[Slice], gpu: list[Slice], pattern: str) -> Iterator[Slice]:
+    """What is named a wait; for a call of the host the kernel that is launched next."""
+    for one in slices:
+        if re.search(pattern, one.name):
+            after = bisect_right(gpu, one.start, key=_order)
+            yield from gpu[after : after + 1] if one.host else [one]
+
+
+def _moments(lookup: Slice, wait: Slice, main: list[Slice], hashes: list[Slice]) -> tuple[int, ...]:
+    """In the order of ``MARKS``.
+
+    Ready: the last hash has ended, and what the consumer's stream was given before the lookup and had ended by its
+    start.  A consumer arrives when the kernel before it has ended and the host has launched it.
+    """
+    ended = [one.end for one in hashes if one.start < lookup.start][-1:]
+    done = main[: bisect_right(main, lookup.start, key=lambda one: int(one.end))]
+    ended += [one.end for one in done if lookup.launch and one.launch and one.launch < lookup.launch][-1:]
+    ready = max(ended, default=_order(lookup))
+    before, after = wait.start, wait.end
+    if wait.gpu:
+        earlier = main[: bisect_left(main, wait.start, key=lambda one: int(one.start))][-1:]
+        arrivals = [one.end for one in earlier] + [wait.launch] * (wait.launch is not None)
+        before, after = min(wait.start, max(arrivals, default=wait.start)), wait.start
+    return ready, ready if lookup.launch is None else lookup.launch, lookup.start, lookup.end, before, after
