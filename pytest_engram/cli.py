@@ -50,7 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--pilot", type=int, default=6, metavar="N", help="base-arm runs to estimate noise (0: none)")
     audit.add_arguments(command("audit", audit.run, "where a live server's tables lie; read-only"))
     add = command("gate", _gate, "judge result files again, offline; compare with a baseline").add_argument
-    add("files", nargs="+", type=Path, metavar="FILE")
+    add("files", nargs="*", type=Path, metavar="FILE")
+    add("--trace", type=Path, metavar="FILE", help="explain a torch.profiler trace or probe marks; gates nothing")
+    add("--names", default="", help="what that engine calls things: lookup=REGEX,wait=REGEX,stream=REGEX,layers=1,14")
+    add("--write-trace", type=Path, metavar="OUT", help="write the measured timelines for Perfetto")
     add("--baseline", type=Path, help="a result file whose cases must all be present")
     add("--require", metavar="B1:4,A3:1", help="gates that must be reached")
     add("--markdown", type=Path, metavar="OUT", help="render the report again")
@@ -88,9 +91,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _gate(arguments: argparse.Namespace) -> int:
+    from pytest_engram.report import trace
     from pytest_engram.report.results import gate_files
     from pytest_engram.session import load_experiments, parse_requirements
 
+    if not arguments.files and (arguments.write_trace or not arguments.trace):
+        raise UsageError("nothing to judge", code="no-results", expected="result files, or --trace FILE")
+    if arguments.trace:
+        print("\n".join(trace.report(arguments.trace, arguments.names)))
+    if arguments.write_trace:
+        print(trace.write(arguments.write_trace, arguments.files))
+    if not arguments.files:
+        return 0
     require = parse_requirements(arguments.require, load_experiments()) if arguments.require else None
     _verdicts, code, lines = gate_files(
         arguments.files, baseline=arguments.baseline, require=require, markdown=arguments.markdown

@@ -114,8 +114,8 @@ def code_lines(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             prose |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    lines = enumerate(text.splitlines(), 1)
-    return sum(bool(line.strip()) and not line.lstrip().startswith("#") and number not in prose for number, line in lines)
+    lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in prose)
+    return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
 def test_budget():

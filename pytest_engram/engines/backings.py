@@ -5,21 +5,31 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu import registration
-from pytest_engram.gpu.cumem import Driver, MappedCudart, Sender, receive
+from pytest_engram.gpu.cumem import Driver, HeldCudart, offer, receive
 from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.backing import BACKINGS, Backing
+
+
+def _pinned(nbytes: int) -> Any:
+    import torch
+
+    if empty := getattr(torch._C, "_host_emptyCache", None):
+        empty()
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class DriverMade(Backing):
     """Its pages are resident and pinned once it is mapped; ``cudart`` stands in for their registration."""
 
     resident = True
+    library: Callable[[], Driver] = Driver
     cudart: registration.Cudart
     _asked: TablePlan
 
@@ -43,7 +53,7 @@ class Pinned(DriverMade):
 
     name = "pinned"
     shared = False
-    allocate: Callable[[int], Any] = staticmethod(lambda nbytes: _pinned(nbytes))
+    allocate: Callable[[int], Any] = staticmethod(_pinned)
 
     def create(self) -> dict[str, str]:
         """Nothing to create before mapping."""
@@ -51,35 +61,16 @@ class Pinned(DriverMade):
 
     def map(self) -> None:
         """Allocate; torch rounds up to a power of two, and its cache must not hand out an older, placed block."""
-        mode, nodes = _syscalls.get_mempolicy()
-        _syscalls.set_mempolicy(_syscalls.MODES[self._asked.mode], self._asked.nodes)
         try:
+            mode, nodes = _syscalls.get_mempolicy()
+            _syscalls.set_mempolicy(_syscalls.MODES[self._asked.mode], self._asked.nodes)
             self._view = memoryview(self.allocate(self.nbytes).numpy())
-        finally:
             _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
-        self.cudart = _Held()
+        except OSError as error:
+            raise _syscalls.refused(error, f"policy {self._asked.mode} {self._asked.nodes}") from error
+        self.cudart = HeldCudart(self.library(), mapped=False)
         vmas = pages.mapped_vmas(self.address, self.nbytes, name="maps")
         self.detail = f"{vmas[-1].end - vmas[0].start} bytes mapped for {self.nbytes}"
-
-
-class _Held(registration.Cudart):
-    """The allocation registered it; the allocation's end will unregister it."""
-
-    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002
-        """Nothing to do."""
-        return 0
-
-    def unregister(self, address: int) -> int:  # noqa: ARG002
-        """Nothing to do."""
-        return 0
-
-
-def _pinned(nbytes: int) -> Any:
-    import torch
-
-    if empty := getattr(torch._C, "_host_emptyCache", None):
-        empty()
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class CuMem(DriverMade):
@@ -88,19 +79,18 @@ class CuMem(DriverMade):
     name = "cumem"
     _driver: Driver
     _handle: tuple[int, int, int]  # the driver's own, node, length
-    _sender: Sender | None = None
+    _offer: socket.socket | None = None
 
     def create(self) -> dict[str, str]:
-        """Make the memory on the node of ``bind:N``, by default on the one near the GPU."""
-        self._driver = self.library()
-        if self._asked.mode not in ("bind", "default") or len(self._asked.nodes) > 1:
+        """Make the memory on the node of ``bind:N``."""
+        if self._asked.mode != "bind" or len(self._asked.nodes) > 1:
             seen = f"policy {self._asked.mode} {self._asked.nodes}"
-            raise NotMeasurable(seen, code="one-node-only", where="cumem", expected="bind:N or default")
-        node = self._asked.nodes[0] if self._asked.nodes else self._driver.near
+            raise NotMeasurable(seen, code="one-node-only", where="cumem", expected="bind:N: the driver wants one node")
+        self._driver, (node,) = self.library(), self._asked.nodes
         handle, length = self._driver.create(node, self.nbytes)
         self._handle, self._descriptor = (handle, node, length), self._driver.export(handle)
-        self._sender = Sender(self._descriptor)
-        return {"path": self._sender.name, "node": str(node), "length": str(length)}
+        self._offer = offer(self._descriptor)
+        return {"path": self._offer.getsockname().decode(), "node": str(node), "length": str(length)}
 
     def attach(self, handle: dict[str, str]) -> None:
         """Import the leader's memory."""
@@ -111,15 +101,15 @@ class CuMem(DriverMade):
         """Map all of it for the host; the GPU's access comes with the registration."""
         handle, node, length = self._handle
         self._view = self._driver.map(handle, node, length)[: self.nbytes]
-        self.cudart, self.detail = MappedCudart(self._driver), f"{length} bytes on node {node} for {self.nbytes}"
-
-    library: Callable[[], Driver] = Driver
+        self.cudart = HeldCudart(self._driver, mapped=True)
+        self.detail = f"{length} bytes on node {node} for {self.nbytes}"
 
     def close(self) -> None:
         """Drop the descriptor; the memory goes with its last view, here and in every peer."""
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self._offer is not None:
+            self._offer.shutdown(socket.SHUT_RDWR)  # ends its thread
+            self._offer.close()
+            self._offer = None
         super().close()
 
 

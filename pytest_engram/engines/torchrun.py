@@ -22,7 +22,7 @@ from pytest_engram.model import Plan
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.world import load_entry
 
-_IDLE = timedelta(days=7)  # what ranks wait for their next world, while rank 0 plans or runs alone
+_IDLE_S = 7 * 86_400  # what ranks wait for their next world, while rank 0 plans or runs alone
 
 
 class TorchGroup:
@@ -95,36 +95,28 @@ def main(argv: list[str] | None = None) -> int:
 
     plan_path, evidence_path = (Path(name) for name in (argv or sys.argv[1:]))
     plan = codec.decode(plan_path.read_bytes(), Plan, source=str(plan_path))
-    dist.init_process_group("gloo", timeout=_IDLE)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size != len(plan.cpus):
-        raise UsageError(f"{size} ranks", code="wrong-ranks", who="torchrun", expected=f"{len(plan.cpus)}, as planned")
-    os.sched_setaffinity(0, plan.cpus[rank])
-    while rank and (order := _told(None)):
+    dist.init_process_group("gloo")
+    office = TorchGroup(_IDLE_S)
+    if office.size != len(plan.cpus):
+        seen, expected = f"{office.size} ranks", f"{len(plan.cpus)}, as planned"
+        raise UsageError(seen, code="wrong-ranks", who="torchrun", expected=expected)
+    os.sched_setaffinity(0, plan.cpus[office.rank])
+    while office.rank and (order := office.broadcast(None, step="next world")):
         with suppress(PeerError):  # rank 0 has it in its evidence
             TorchGroup(plan.deadline_s).run(*order)
-    if rank == 0:
-        evidence = runner.run(plan, launch=_launch)
-        _told(None)
+    if office.rank == 0:
+        evidence = runner.run(plan, launch=partial(_launch, office))
+        office.broadcast(None, step="next world")
         codec.write_atomic(evidence_path, codec.encode(evidence))
     dist.destroy_process_group()
     return 0
 
 
-def _launch(entry: str, payload: Any, ranks: Any, *, deadline_s: float, on_event: Any) -> list[Any]:
+def _launch(office: TorchGroup, entry: str, payload: Any, ranks: Any, *, deadline_s: float, on_event: Any) -> Any:
     if len(ranks) == 1:  # the positive control: rank 0 alone
         return [load_entry(entry)(SoloGroup(partial(on_event, 0)), payload)]
-    _told((entry, payload))
+    office.broadcast((entry, payload), step="next world")
     return TorchGroup(deadline_s, on_event).run(entry, payload)
-
-
-def _told(order: Any) -> Any:
-    """Rank 0's order, in every rank; None ends them."""
-    import torch.distributed as dist
-
-    box = [order]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 if __name__ == "__main__":

@@ -14,16 +14,17 @@ import socket
 import struct
 import threading
 import weakref
+from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
 from typing import Any
 
-from pytest_engram.errors import EngramError, NotMeasurable, PlacementError
+from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.gpu.registration import Cudart
 
 _PINNED = _FILE_DESCRIPTOR = _DEVICE = 1  # CUmemAllocationType, CUmemAllocationHandleType, CUmemLocationType
 _HOST_NUMA, _READ_WRITE = 3, 3  # CUmemLocationType, CUmemAccess_flags
-_DEVICE_POINTER, _HOST_NUMA_ID = 3, 134  # CUpointer_attribute, CUdevice_attribute
-_CODES = {1: "no-such-node", 2: "out-of-memory", 3: "no-driver", 100: "no-gpu", 801: "no-host-numa"}
+_DEVICE_POINTER = 3  # CUpointer_attribute
+_CODES = {1: "invalid-value", 2: "out-of-memory", 3: "no-driver", 100: "no-gpu", 801: "no-host-numa"}
 _ABSENT = {"no-driver", "no-gpu", "no-host-numa"}
 
 
@@ -59,13 +60,6 @@ class Driver:
             kind = NotMeasurable if code in _ABSENT else PlacementError
             raise kind(f"CUresult {number}", code=code, who=name, where="cumem", expected="CUDA_SUCCESS")
 
-    @property
-    def near(self) -> int:
-        """The NUMA node that the current GPU is near, in the driver's own word."""
-        node = c_int(-1)
-        self.call("cuDeviceGetAttribute", byref(node), _HOST_NUMA_ID, self.device)
-        return node.value
-
     def create(self, node: int, nbytes: int) -> tuple[int, int]:
         """(Handle, length) of whole pages on ``node``, at least ``nbytes``."""
         asked = _Properties(_PINNED, _FILE_DESCRIPTOR, _Location(_HOST_NUMA, node))
@@ -78,8 +72,8 @@ class Driver:
     def export(self, handle: int) -> int:
         """A descriptor that stands for the memory in other processes."""
         descriptor = c_int(-1)
-        self.call("cuMemExportToShareableHandle", byref(descriptor), c_ulonglong(handle), _FILE_DESCRIPTOR,
-                  c_ulonglong(0))  # fmt: skip
+        flags = c_ulonglong(0)
+        self.call("cuMemExportToShareableHandle", byref(descriptor), c_ulonglong(handle), _FILE_DESCRIPTOR, flags)
         return descriptor.value
 
     def adopt(self, descriptor: int) -> int:
@@ -89,14 +83,15 @@ class Driver:
         return handle.value
 
     def map(self, handle: int, node: int, nbytes: int) -> memoryview:
-        """All bytes, writable by the host; unmapped and released when the last view of them is gone."""
+        """All bytes, writable by the host; unmapped when the last view of them is gone."""
         address = c_uint64()
         self.call("cuMemAddressReserve", byref(address), c_size_t(nbytes), c_size_t(0), c_uint64(0), c_ulonglong(0))
         span = c_uint64(address.value), c_size_t(nbytes)
         self.call("cuMemMap", *span, c_size_t(0), c_ulonglong(handle), c_ulonglong(0))
+        self.call("cuMemRelease", c_ulonglong(handle))  # the mapping, and exported descriptors, keep the memory
         self.allow(address.value, nbytes, _HOST_NUMA, node)
         owner = (ctypes.c_ubyte * nbytes).from_address(address.value)
-        weakref.finalize(owner, self._release, span, handle).atexit = False
+        weakref.finalize(owner, self._unmap, span).atexit = False
         return memoryview(owner).cast("B")
 
     def allow(self, address: int, nbytes: int, kind: int, number: int) -> None:
@@ -104,77 +99,62 @@ class Driver:
         access = _Access(_Location(kind, number), _READ_WRITE)
         self.call("cuMemSetAccess", c_uint64(address), c_size_t(nbytes), byref(access), c_size_t(1))
 
-    def _release(self, span: Any, handle: int) -> None:
+    def _unmap(self, span: Any) -> None:
         self.call("cuMemUnmap", *span)
         self.call("cuMemAddressFree", *span)
-        self.call("cuMemRelease", c_ulonglong(handle))
 
 
-class MappedCudart(Cudart):
-    """Stands in for registration: the memory is pinned already, and the GPU is given access instead."""
+class HeldCudart(Cudart):
+    """Stands in for registration where CUDA made and pinned the memory; ``mapped`` memory opens to the GPU here."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver  # codes are errors already: there is no text to ask for, nothing to clear
+    def __init__(self, driver: Driver, *, mapped: bool) -> None:
+        self._driver, self._mapped = driver, mapped  # codes are errors already: there is nothing to clear
 
     def register(self, address: int, nbytes: int) -> int:
         """Give the current GPU access."""
-        self._driver.allow(address, nbytes, _DEVICE, self._driver.device)
+        if self._mapped:
+            self._driver.allow(address, nbytes, _DEVICE, self._driver.device)
         return 0
 
-    def unregister(self, address: int) -> int:  # noqa: ARG002 - the mapping's end takes the access along
-        """There is nothing to undo."""
+    def unregister(self, address: int) -> int:  # noqa: ARG002
+        """The memory's end undoes it."""
         return 0
 
     def pinned(self, byte: Any) -> bool:
         """Whether the GPU can address this byte."""
         found = c_uint64()
         self._driver.call("cuPointerGetAttribute", byref(found), _DEVICE_POINTER, c_uint64(byte.ctypes.data))
-        return found.value == byte.ctypes.data
+        return bool(found.value)
 
     def synchronize(self) -> None:
         """Wait until no kernel reads the range any more."""
         self._driver.call("cuCtxSynchronize")
 
 
-class Sender:
-    """Hands a descriptor to every process of this user that asks at ``name``."""
+def offer(descriptor: int) -> socket.socket:
+    """A listener that hands the descriptor to every process of this user that asks, until it is shut down."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0pytest-engram-{os.getpid()}-{secrets.token_hex(8)}")
+    listener.listen()
 
-    def __init__(self, descriptor: int) -> None:
-        self.name = f"\0pytest-engram-{os.getpid()}-{secrets.token_hex(8)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(self.name)
-        self._socket.listen()
-        threading.Thread(target=self._serve, args=(descriptor,), name="engram-cumem", daemon=True).start()
+    def answer() -> None:
+        with suppress(OSError):  # shut down
+            while True:
+                with listener.accept()[0] as peer:
+                    user = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+                    if user == os.getuid():
+                        socket.send_fds(peer, [b"0"], [descriptor])
 
-    def _serve(self, descriptor: int) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            with peer:
-                if _user(peer) == os.getuid():
-                    socket.send_fds(peer, [b"0"], [descriptor])
-
-    def close(self) -> None:
-        """Stop; wakes the thread."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+    threading.Thread(target=answer, name="engram-cumem", daemon=True).start()
+    return listener
 
 
 def receive(name: str) -> int:
-    """The descriptor that a :class:`Sender` of this user hands out."""
+    """The descriptor that a peer offers at ``name``."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        with socket.socket(socket.AF_UNIX) as stream:
             stream.connect(name)
-            _, (descriptor,), *_ = socket.recv_fds(stream, 1, 1)
-            return descriptor
-    except (OSError, ValueError) as error:
-        raise PlacementError(
-            f"no descriptor from {name[1:]}: {error}", code="peer-object-unreachable", where="map",
-            way_out="run all ranks as one user in one network namespace",
-        ) from error  # fmt: skip
-
-
-def _user(peer: socket.socket) -> int:
-    return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+            return socket.recv_fds(stream, 1, 1)[1][0]
+    except (OSError, IndexError) as error:
+        seen, way_out = f"no descriptor from {name[1:]}: {error}", "run all ranks as one user in one network namespace"
+        raise PlacementError(seen, code="peer-object-unreachable", where="map", way_out=way_out) from error

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
@@ -28,6 +27,7 @@ from pytest_engram.report.records import read_results
 MOST = 200  # timelines in one written trace
 TOLERANCE_NS = 2_000  # profilers align the clocks of host and device to about a microsecond
 MARKS = ("hash_ready", "submit", "start", "done", "wait_before", "wait_after")
+HOST, GPU = "runtime|driver", "kernel|gpu_mem"  # categories of events: launches, and what they launch
 # Regular expressions for kernels that look up and that hash, for the lookups' stream, for waits (a slice, the first
 # kernel that reads the rows, or the host's call before that kernel) and for a probe's marks; the layers of one step.
 NAMES = {
@@ -38,10 +38,10 @@ NAMES = {
 
 def write(path: Path, results: Iterable[Path]) -> str:
     """Write the first marked step of every rank of every run, each from its own begin; returns what was written."""
-    known = [result.evidence for result in read_results(results) if result.evidence is not None]
     found = [
-        (f"{evidence.plan.experiment.id} run {run.index} arm {run.arm} rank {sample.rank}", sample.timelines[0])
-        for evidence in known for run in evidence.runs for sample in run.overlap if sample.timelines
+        (f"{result.experiment} run {run.index} arm {run.arm} rank {sample.rank}", sample.timelines[0])
+        for result in read_results(results) if result.evidence is not None
+        for run in result.evidence.runs for sample in run.overlap if sample.timelines
     ]  # fmt: skip
     events = [event for pid, (title, line) in enumerate(found[:MOST], 1) for event in trace_events(pid, title, line)]
     codec.write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, allow_nan=False).encode())
@@ -64,18 +64,17 @@ def trace_events(pid: int, title: str, line: Timeline) -> Iterator[dict[str, Any
         yield piece(1, "hash", line.begin, ready, "kernel")
     for span in line.spans:
         yield piece(1, f"{span.name} layer {span.layer}", span.start, span.end)
-    marks = {mark.layer: mark for mark in line.lookups}
-    for number, times in enumerate(queue_report(line).lookups):
-        mark, flow = marks[times.layer], pid << 16 | number << 1
+    marks = sorted(line.lookups, key=lambda mark: mark.submit)
+    for number, (mark, times) in enumerate(zip(marks, queue_report(line).lookups, strict=True)):
+        flow = pid << 16 | number << 1
         args = {name: getattr(times, name) for name in ("layer", "queueing", "kernel", "exposed", "waited")}
         launch = {"rows": mark.rows, "tiles": mark.tiles, "grid": [mark.grid, 1, 1], "correlation": flow}
         yield piece(1, f"submit layer {mark.layer}", mark.submit, mark.submit, "runtime", correlation=flow)
         yield piece(2, f"lookup layer {mark.layer}", mark.start, mark.done, "kernel", **args, **launch)
         yield piece(3, f"wait layer {mark.layer}", mark.wait_before, mark.wait_after, "wait", **args)
-        for phase, arrow, thread, at in (("s", flow, 1, mark.submit), ("f", flow, 2, mark.start),
-                                         ("s", flow + 1, 2, mark.start),
-                                         ("f", flow + 1, 3, max(mark.start, mark.wait_before))):  # fmt: skip
-            yield event(phase, thread, "flow", at, cat="flow", id=arrow, bp="e")
+        ends = (1, mark.submit), (2, mark.start), (2, mark.start), (3, max(mark.start, mark.wait_before))
+        for end, (thread, at) in enumerate(ends):
+            yield event("sfsf"[end], thread, "flow", at, cat="flow", id=flow + end // 2, bp="e")
 
 
 def report(path: Path, names: str = "") -> list[str]:
@@ -83,7 +82,7 @@ def report(path: Path, names: str = "") -> list[str]:
     lines, text = read(path, names)
     text.insert(0, f"{path}: {len(lines)} steps; a trace explains, it feeds no gate")
     for rank in dict.fromkeys(line.rank for line in lines):
-        found = [queue_report(line, tolerance_ns=TOLERANCE_NS, late_ns=math.inf) for line in lines if line.rank == rank]
+        found = [queue_report(o, tolerance_ns=TOLERANCE_NS, late_ns=float("inf")) for o in lines if o.rank == rank]
         faults = [f"step {step}: {one.reason}" for step, one in enumerate(found) if not one.serial]
         verdict = f"not a serial queue in {len(faults)} of" if faults else "one serial queue in"
         text += [f"rank {rank}: {verdict} {len(found)} steps", *faults[:3]]
@@ -96,7 +95,7 @@ def report(path: Path, names: str = "") -> list[str]:
 
 
 def read(path: Path, names: str = "") -> tuple[list[Timeline], list[str]]:
-    """The timelines in a Chrome trace (.gz too), in probe lines or in a probe's folder, and what to know of them.
+    """The timelines in a Chrome trace (.gz too) or in the lines of a probe, and what to know of them.
 
     Raises ``UsageError`` where nothing is found, or lookups and waits do not pair.
     """
@@ -104,28 +103,31 @@ def read(path: Path, names: str = "") -> tuple[list[Timeline], list[str]]:
     if unknown := [name for name, _, _ in parts if name not in NAMES]:
         raise UsageError(f"--names {unknown[0]}", code="bad-names", expected=f"NAME=REGEX, NAME in {', '.join(NAMES)}")
     chosen = {**NAMES, **{name: value for name, _, value in parts}}
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     try:
-        data = b"" if path.is_dir() else path.read_bytes()
-        tree = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data, parse_float=Decimal)
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        tree = json.loads(data, parse_float=Decimal)
     except OSError as error:
         raise _refuse(path, error.strerror or str(error)) from error
     except ValueError:  # no single JSON text, but perhaps one on each line
         tree = None
     events = tree.get("traceEvents") if isinstance(tree, dict) else tree
-    return _from_events(path, events, chosen) if isinstance(events, list) else (_from_marks(path, files, chosen), [])
+    try:
+        found = _from_events(path, events, chosen) if isinstance(events, list) else (_from_marks(path, chosen), [])
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:  # no such event, name or expression
+        raise _refuse(path, f"{type(error).__name__}: {error}") from error
+    if not found[0]:
+        raise _refuse(path, f"no kernel is called {chosen['lookup']!r} and no mark {chosen['start']!r}")
+    return found
 
 
 def _refuse(path: Path, seen: str) -> UsageError:
-    return UsageError(
-        seen, code="bad-trace", where=str(path), expected="a torch.profiler trace or marks of pytest_engram.probe",
-        way_out="say what the engine calls them: --names lookup=REGEX,wait=REGEX,stream=REGEX,layers=1,14",
-    )  # fmt: skip
+    way = "say what the engine calls them: --names lookup=REGEX,wait=REGEX,stream=REGEX,layers=1,14"
+    return UsageError(seen, code="bad-trace", where=str(path), expected="a profiler's trace or a probe's", way_out=way)
 
 
-def _from_marks(path: Path, files: Sequence[Path], names: dict[str, str]) -> list[Timeline]:
+def _from_marks(path: Path, names: dict[str, str]) -> list[Timeline]:
     at: dict[Any, dict[str, list[int]]] = defaultdict(lambda: {name: [] for name in MARKS})
-    for record in (record for file in files for record in probe.read_records(file)[0] if record.get("kind") == "mark"):
+    for record in (record for record in probe.read_records(path)[0] if record.get("kind") == "mark"):
         for name in (name for name in MARKS if re.search(names[name], record["mark"])):
             at[record["rank"], record["layer"]][name].append(record["t_ns"])
     steps = defaultdict(list)
@@ -134,94 +136,77 @@ def _from_marks(path: Path, files: Sequence[Path], names: dict[str, str]) -> lis
         if len({len(moments) for moments in times.values()}) > 1:
             raise _refuse(path, f"rank {rank}, layer {layer}: {', '.join(f'{len(times[n])} {n}' for n in MARKS)}")
         for step, moments in enumerate(zip(*times.values(), strict=True)):
-            steps[rank, step].append(_mark(layer, moments))
-    if not steps:
-        raise _refuse(path, "no trace events and no marks")
+            steps[rank, step].append((layer, moments))
     return [_line(rank, step, marks) for (rank, step), marks in sorted(steps.items())]
 
 
-def _mark(layer: int, moments: Sequence[int]) -> LookupMark:
-    """Rows, tiles and grid are not needed to explain a queue; nothing shows these zeros."""
-    return LookupMark(layer=layer, rows=0, tiles=0, grid=0, **dict(zip(MARKS, moments, strict=True)))
-
-
-def _line(rank: int, step: int, marks: Sequence[LookupMark]) -> Timeline:
-    begin, end = min(mark.hash_ready for mark in marks), max(mark.wait_after for mark in marks)
-    return Timeline(rank=rank, step=step, begin=begin, end=end, tokens=0, lookups=tuple(marks))
+def _line(rank: int, step: int, found: Sequence[tuple[int, Sequence[int]]]) -> Timeline:
+    """``found``: layer and moments in the order of ``MARKS``.  Rows, tiles and grid explain no queue and stay 0."""
+    known = [{"layer": layer, **dict(zip(MARKS, moments, strict=True))} for layer, moments in found]
+    begin, end = min(one["hash_ready"] for one in known), max(one["wait_after"] for one in known)
+    marks = tuple(LookupMark(rows=0, tiles=0, grid=0, **one) for one in known)
+    return Timeline(rank=rank, step=step, begin=begin, end=end, tokens=0, lookups=marks)
 
 
 def _slices(events: list[Any]) -> Iterator[Slice]:
     """Complete events in ns; ``launch`` is when the host launched what it shares its correlation with, or None."""
-    spans = [{"args": {}, "cat": "", **event} for event in events if isinstance(event, dict) and event.get("ph") == "X"]
-    host = {id(event): "runtime" in event["cat"] or "driver" in event["cat"] for event in spans}
-    launches = {event["args"].get("correlation"): _ns(event["ts"]) for event in spans if host[id(event)]}
+    spans = [{"args": {}, "cat": "", "dur": 0, **event} for event in events if event.get("ph") == "X"]
+    calls = [event for event in spans if re.search(HOST, event["cat"])]
+    launches = {event["args"].get("correlation"): round(event["ts"] * 1000) for event in calls}
     for event in spans:
-        args, start = event["args"], _ns(event["ts"])
+        args, start = event["args"], round(event["ts"] * 1000)
         launch = launches.get(args["correlation"]) if "correlation" in args else None
         yield Slice(
-            name=event["name"], host=host[id(event)], start=start, end=start + _ns(event.get("dur", 0)), launch=launch,
-            gpu=event["cat"] == "kernel" or event["cat"].startswith("gpu_mem"), layer=args.get("layer"),
-            on=(args.get("device", event.get("pid")), args.get("stream", event.get("tid"))),
+            name=event["name"], host=bool(re.search(HOST, event["cat"])), gpu=bool(re.match(GPU, event["cat"])),
+            rank=args.get("device", event.get("pid")), stream=args.get("stream", event.get("tid")), start=start,
+            end=start + round(event["dur"] * 1000), launch=launch, order=start if launch is None else launch,
+            layer=args.get("layer"),
         )  # fmt: skip
 
 
-def _ns(microseconds: Any) -> int:
-    return round(Decimal(microseconds) * 1000)
-
-
-def _order(one: Slice) -> int:
-    return int(one.start if one.launch is None else one.launch)
-
-
 def _from_events(path: Path, events: list[Any], names: dict[str, str]) -> tuple[list[Timeline], list[str]]:
-    slices = sorted(_slices(events), key=_order)
+    slices = sorted(_slices(events), key=lambda one: one.order)
     gpu, lines, notes = [one for one in slices if one.gpu], list[Timeline](), list[str]()
-    lookups = [o for o in gpu if re.search(names["lookup"], o.name) and re.search(names["stream"], str(o.on[1]))]
-    streams = defaultdict(list)
-    for one in sorted(gpu, key=lambda one: one.start):
-        streams[one.on].append(one)
-    hashes = [one for one in gpu if re.search(names["hash"], one.name)]
-    ends = {id(o): o for o in _consumers(slices, gpu, names["wait"]) if all(o is not lookup for lookup in lookups)}
-    for rank in dict.fromkeys(one.on[0] for one in lookups):
-        ours = [one for one in lookups if one.on[0] == rank]
-        waits = [one for one in ends.values() if one.on[0] == rank and _order(one) >= _order(ours[0])]
-        ours = [one for one in ours if waits and _order(one) <= _order(waits[-1])]
+    lookups = [o for o in gpu if re.search(names["lookup"], o.name) and re.search(names["stream"], str(o.stream))]
+    ends = {id(one): one for one in _consumers(slices, gpu, names["wait"]) if one not in lookups}
+    for rank in dict.fromkeys(one.rank for one in lookups):
+        ours = [one for one in lookups if one.rank == rank]
+        waits = [one for one in ends.values() if one.rank == rank and one.order >= ours[0].order]
+        ours = [one for one in ours if waits and one.order <= waits[-1].order]
         if len(ours) != len(waits) or not ours:
             raise _refuse(path, f"rank {rank}: {len(ours)} lookups and {len(waits)} consumer waits")
-        layers = [one.layer for one in ours]
-        layers = [int(layer) for layer in names["layers"].split(",")] * len(ours) if None in layers else layers
-        both, size = zip(layers, ours, waits, strict=False), len(set(layers))
-        marks = [_mark(layer, _moments(one, wait, streams[wait.on], hashes)) for layer, one, wait in both]
+        known = [one.layer for one in ours if one.layer is not None]
+        layers = known or [int(layer) for layer in names["layers"].split(",")] * len(ours)
+        used, main, size = {one.stream for one in ours}, waits[0].stream, len(set(layers))
+        near = sorted((one for one in gpu if (one.rank, one.stream) == (rank, main)), key=lambda one: one.start)
+        hashes = [one for one in gpu if one.rank == rank and re.search(names["hash"], one.name)]
+        both = zip(layers, ours, waits, strict=False)
+        marks = [(layer, _moments(one, wait, near, hashes)) for layer, one, wait in both]
         lines += [_line(rank, n, marks[n * size :][:size]) for n in range(len(marks) // size)]
-        used, main = ({one.on[1] for one in some} for some in (ours, waits))
-        if len(used) > 1 or used & main:
-            notes.append(f"rank {rank}: lookups on streams {sorted(used)}, their consumers on {sorted(main)}")
-    if not lines:
-        raise _refuse(path, f"no kernel matches lookup={names['lookup']}")
+        if len(used) > 1 or main in used:
+            notes.append(f"rank {rank}: lookups on streams {sorted(used)}, their consumers on {main}")
     return lines, notes
 
 
 def _consumers(slices: list[Slice], gpu: list[Slice], pattern: str) -> Iterator[Slice]:
     """What is named a wait; for a call of the host the kernel that is launched next."""
-    for one in slices:
-        if re.search(pattern, one.name):
-            after = bisect_right(gpu, one.start, key=_order)
-            yield from gpu[after : after + 1] if one.host else [one]
+    for one in (one for one in slices if re.search(pattern, one.name)):
+        after = bisect_right(gpu, one.start, key=lambda one: int(one.order))
+        yield from gpu[after : after + 1] if one.host else [one]
 
 
-def _moments(lookup: Slice, wait: Slice, main: list[Slice], hashes: list[Slice]) -> tuple[int, ...]:
+def _moments(lookup: Slice, wait: Slice, near: list[Slice], hashes: list[Slice]) -> tuple[int, ...]:
     """In the order of ``MARKS``.
 
     Ready: the last hash has ended, and what the consumer's stream was given before the lookup and had ended by its
     start.  A consumer arrives when the kernel before it has ended and the host has launched it.
     """
     ended = [one.end for one in hashes if one.start < lookup.start][-1:]
-    done = main[: bisect_right(main, lookup.start, key=lambda one: int(one.end))]
-    ended += [one.end for one in done if lookup.launch and one.launch and one.launch < lookup.launch][-1:]
-    ready = max(ended, default=_order(lookup))
-    before, after = wait.start, wait.end
-    if wait.gpu:
-        earlier = main[: bisect_left(main, wait.start, key=lambda one: int(one.start))][-1:]
-        arrivals = [one.end for one in earlier] + [wait.launch] * (wait.launch is not None)
-        before, after = min(wait.start, max(arrivals, default=wait.start)), wait.start
-    return ready, ready if lookup.launch is None else lookup.launch, lookup.start, lookup.end, before, after
+    before = [one for one in near if one.end <= lookup.start and None not in (one.launch, lookup.launch)]
+    ended += [one.end for one in before if one.launch < lookup.launch][-1:]
+    ready = max(ended, default=lookup.order)
+    moments = ready, ready if lookup.launch is None else lookup.launch, lookup.start, lookup.end
+    if not wait.gpu:
+        return *moments, wait.start, wait.end
+    arrivals = wait.launch or 0, *[one.end for one in near if one.start < wait.start][-1:]
+    return *moments, min(wait.start, max(arrivals)), wait.start

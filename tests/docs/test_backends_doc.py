@@ -41,4 +41,4 @@ def test_a_mistake_in_the_example_is_named(suite):
     """The control: a block that does not deepen fails with the contract line, token and layer."""
     done = suite("Plain", "blocked |= bool(", "blocked = bool(")
     assert done.returncode == 1
-    assert "H6" in done.stdout and "token" in done.stdout and "expected" in done.stdout
+    assert all(word in done.stdout for word in ("H6", "token", "expected"))

@@ -63,19 +63,19 @@ import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from pytest_engram.gpu._kernels import hash_kernel, slot_kernel
-fixed = dict(DEAD=-1, CACHED=True, NGRAM=4, HEADS=8, WIDE=8, TILE=64)
+fixed = dict(DEAD=-1, NGRAM=4, HEADS=8, WIDE=8, TILE=64)
 wide = dict(positions="*i64", slots="*i64", multipliers="*i64", primes="*i64", offsets="*i64",
             dead="*i1", window_dead="*i1")
 narrow = {"tokens", "starts", "window", "table", "cache", "token_map", "out"}
 found = {}
-for kernel in (hash_kernel, slot_kernel):
-    names = kernel.arg_names
+for kernel, cached in ((hash_kernel, True), (hash_kernel, False), (slot_kernel, None)):
+    names, fixed["CACHED"] = kernel.arg_names, cached
     types = {n: "constexpr" if n in fixed else wide.get(n, "*i32" if n in narrow else "i32") for n in names}
     constants = {(names.index(n),): fixed[n] for n in names if n in fixed}
     for capability in (75, 90):
         source = ASTSource(fn=kernel, signature=types, constexprs=constants)
         text = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-        found[f"{kernel.__name__} {capability}"] = len(text)
+        found[f"{kernel.__name__} {capability} {cached}"] = len(text)
     found[kernel.__name__] = [p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize]
 print(json.dumps(found))
 """
@@ -84,7 +84,8 @@ print(json.dumps(found))
 def test_the_kernels_compile_and_no_batch_recompiles_them(tmp_path: Path) -> None:
     """H19: only pointers specialise, and those lie on 16-byte boundaries for every batch."""
     found = run("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path))
-    assert all(found[f"{kernel} {capability}"] for kernel in ("hash_kernel", "slot_kernel") for capability in (75, 90))
+    kinds = ("hash_kernel {} True", "hash_kernel {} False", "slot_kernel {} None")
+    assert all(found[kind.format(capability)] for kind in kinds for capability in (75, 90))
     assert found["slot_kernel"] == ["tokens", "dead", "slots", "token_map", "cache"]
     assert found["hash_kernel"] == [
         "tokens", "positions", "starts", "dead", "window", "window_dead", "table", "cache", "token_map",

@@ -1,0 +1,237 @@
+"""Memory that CUDA makes, as backings, over a stand-in libcuda that really maps shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pytest_engram.engines import backings
+from pytest_engram.engines.backings import CUDA_BACKINGS, CuMem, Pinned
+from pytest_engram.errors import EngramError, NotMeasurable, PlacementError, UsageError
+from pytest_engram.gpu import registration
+from pytest_engram.gpu.cumem import Driver, receive
+from pytest_engram.gpu.registration import covering, register
+from pytest_engram.model import Moment, PlacementPlan, TablePlan
+from pytest_engram.numa import _syscalls
+from pytest_engram.numa.backing import BACKINGS
+from pytest_engram.numa.group import SoloGroup
+from pytest_engram.numa.table import build_table
+from pytest_engram.numa.topology import read_topology
+
+NODE = read_topology().memory_nodes[0].id
+UNIT = 2 << 20  # the driver's granularity
+NBYTES = (3 << 20) + 5
+
+
+class Libcuda:
+    """Virtual memory management over memfd; ``fail`` maps a function's name to its CUresult."""
+
+    def __init__(self, fail: dict[str, int] | None = None) -> None:
+        self.fail, self.calls = fail or {}, []
+        self.handles: dict[int, int] = {}  # handle -> descriptor
+        self.mapped: dict[int, int] = {}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+        self._libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, arguments))
+            return self.fail.get(name) or getattr(self, f"_{name}")(*arguments) or 0
+
+        return call
+
+    def _cuMemGetAllocationGranularity(self, unit: Any, _asked: Any, _option: int) -> None:
+        unit._obj.value = UNIT
+
+    def _cuMemCreate(self, handle: Any, nbytes: Any, asked: Any, _flags: Any) -> int:
+        assert ctypes.sizeof(asked._obj) == 32  # CUmemAllocationProp
+        assert (asked._obj.type, asked._obj.handles, asked._obj.where.type) == (1, 1, 3)
+        if asked._obj.where.id != NODE:
+            return 1
+        descriptor = os.memfd_create("cumem")
+        os.posix_fallocate(descriptor, 0, nbytes.value)
+        return self._hold(handle, descriptor)
+
+    def _hold(self, handle: Any, descriptor: int) -> int:
+        handle._obj.value = 0x1000 + descriptor
+        self.handles[handle._obj.value] = descriptor
+        return 0
+
+    def _cuMemExportToShareableHandle(self, descriptor: Any, handle: Any, kind: int, _flags: Any) -> None:
+        assert kind == 1
+        descriptor._obj.value = os.dup(self.handles[handle.value])
+
+    def _cuMemImportFromShareableHandle(self, handle: Any, descriptor: Any, _kind: int) -> int:
+        return self._hold(handle, os.dup(descriptor.value))
+
+    def _cuMemAddressReserve(self, address: Any, nbytes: Any, *_: Any) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address._obj.value = self._libc.mmap(None, nbytes.value, 0, flags, -1, 0)
+
+    def _cuMemMap(self, address: Any, nbytes: Any, _offset: Any, handle: Any, _flags: Any) -> None:
+        flags = mmap.MAP_SHARED | 0x10 | 0x8000  # MAP_FIXED, MAP_POPULATE
+        descriptor = self.handles[handle.value]
+        at = self._libc.mmap(address.value, nbytes.value, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        assert at == address.value
+        self.mapped[at] = nbytes.value
+
+    def _cuMemSetAccess(self, _address: Any, _nbytes: Any, access: Any, count: Any) -> None:
+        assert (ctypes.sizeof(access._obj), access._obj.flags, count.value) == (12, 3, 1)  # CUmemAccessDesc
+
+    def _cuMemUnmap(self, address: Any, nbytes: Any) -> None:
+        assert self.mapped.pop(address.value) == nbytes.value
+        self._libc.munmap(address.value, nbytes.value)
+
+    def _cuMemAddressFree(self, *_: Any) -> None: ...
+
+    def _cuMemRelease(self, handle: Any) -> None:
+        os.close(self.handles.pop(handle.value))
+
+    def _cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> None:
+        assert attribute == 3
+        found._obj.value = address.value
+
+    def _cuCtxSynchronize(self) -> None: ...
+
+    def accessible(self) -> list[tuple[int, int]]:
+        """(location type, id) of each access that was given."""
+        places = [arguments[2]._obj.where for name, arguments in self.calls if name == "cuMemSetAccess"]
+        return [(place.type, place.id) for place in places]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libcuda]:
+    """Both backings over one stand-in driver whose device is number 3; nothing of it is left."""
+    library = Libcuda()
+    for kind in CUDA_BACKINGS.values():
+        monkeypatch.setattr(kind, "library", staticmethod(lambda: Driver(library, 3)))
+        monkeypatch.setitem(BACKINGS, kind.name, kind)
+    yield library
+    gc.collect()
+    assert (library.handles, library.mapped) == ({}, {})
+
+
+def placement(backing: str, mode: str = "bind", nodes: tuple[int, ...] = (NODE,)) -> PlacementPlan:
+    """One rank, one table."""
+    return PlacementPlan(policy="test", backing=backing, tables=(TablePlan(ranks=(0,), mode=mode, nodes=nodes),))
+
+
+def held(table: Any) -> Any:
+    """What the CUDA engine registers with."""
+    return register(table.buffer, cudart=table.backing.cudart)
+
+
+def test_cumem_goes_through_the_whole_protocol(cuda: Libcuda) -> None:
+    """The driver places, so policy and pre-touch are not ours; the audit answers; the GPU's access is registration."""
+    table = build_table(SoloGroup(), placement("cumem"), NBYTES, register=held)
+    receipts = {one.step: one for one in table.receipts}
+    assert "driver placed" in (receipts["policy"].not_applicable or "")
+    assert "driver placed" in (receipts["populate"].not_applicable or "")
+    assert receipts["map"].detail == f"{2 * UNIT} bytes on node {NODE} for {table.backing.nbytes}"
+    assert table.distributions[0].pages == {NODE: table.backing.nbytes // 4096}
+    assert table.distributions[0].identity != ""
+    assert cuda.accessible() == [(3, NODE), (1, 3)]
+    assert covering(table.address, NBYTES) is not None
+    table.load(lambda buffer: buffer.fill(7), SoloGroup())
+    assert table.audit(Moment.LOADED).covered_bytes == table.backing.nbytes
+    kept = table.buffer[5:9]
+    table.close()
+    gc.collect()
+    assert kept.tolist() == [7] * 4
+    assert len(cuda.mapped) == 1  # mapped while a view lives
+
+
+def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
+    """The leader's descriptor reaches a peer by socket; both see each other's writes; it ends with the leader."""
+    leader, peer = CuMem(NBYTES), CuMem(NBYTES)
+    leader.ask(placement("cumem").tables[0])
+    threads = threading.active_count()
+    handle = leader.create()
+    peer.attach(handle)
+    for one in (leader, peer):
+        one.map()
+    leader.mapped[NBYTES - 1] = 77
+    assert peer.mapped[NBYTES - 1] == 77
+    assert leader.address != peer.address
+    leader.close()
+    for thread in threading.enumerate():
+        if thread.name == "engram-cumem":
+            thread.join(5)
+    assert threading.active_count() == threads
+    with pytest.raises(PlacementError, match="network namespace") as caught:
+        receive(handle["path"])
+    assert caught.value.code == "peer-object-unreachable"
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "code", "kind"),
+    [
+        ("cuMemCreate", 2, "out-of-memory", PlacementError),
+        ("cuMemCreate", 801, "no-host-numa", NotMeasurable),
+        ("cuMemExportToShareableHandle", 999, "cuda-refused", PlacementError),
+        ("cuMemMap", 1, "invalid-value", PlacementError),
+        ("cuPointerGetAttribute", 1, "invalid-value", PlacementError),
+    ],
+)
+def test_a_refusal_is_named(name: str, number: int, code: str, kind: type[EngramError], cuda: Libcuda) -> None:
+    """Every CUresult that is no success is an error with the function's name, and nothing stays."""
+    cuda.fail[name] = number
+    with pytest.raises(kind, match=f"{name}.*CUresult {number}") as caught:
+        build_table(SoloGroup(), placement("cumem"), NBYTES, register=held)
+    assert caught.value.code == code
+    for handle in list(cuda.handles):  # the process's end releases what was never mapped
+        cuda._cuMemRelease(ctypes.c_ulonglong(handle))
+
+
+@pytest.mark.parametrize(("mode", "nodes"), [("interleave", (NODE,)), ("default", ())])
+def test_cumem_wants_one_node(mode: str, nodes: tuple[int, ...], cuda: Libcuda) -> None:
+    """Other policies cannot be had of the driver: a named absence before anything is made."""
+    with pytest.raises(NotMeasurable, match="the driver wants one node"):
+        build_table(SoloGroup(), placement("cumem", mode, nodes), NBYTES)
+    assert cuda.calls == []
+
+
+def test_pinned_is_allocated_under_the_plans_policy(cuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocation runs under the asked task policy, which is undone; its rounding is in the receipt."""
+    torch = pytest.importorskip("torch", reason="pinned memory is torch's")
+    seen = []
+
+    def allocate(nbytes: int) -> Any:
+        seen.append(_syscalls.get_mempolicy())
+        block = mmap.mmap(-1, 1 << (nbytes - 1).bit_length())
+        memory = np.frombuffer(block, dtype=np.uint8)
+        memory[:] = 0
+        return torch.from_numpy(memory[:nbytes])
+
+    monkeypatch.setattr(Pinned, "allocate", staticmethod(allocate))
+    before = _syscalls.get_mempolicy()
+    table = build_table(SoloGroup(), placement("pinned"), NBYTES, register=held)
+    assert seen == [("bind", (NODE,))]
+    assert _syscalls.get_mempolicy() == before
+    (mapped,) = [one.detail for one in table.receipts if one.step == "map"]
+    assert mapped == f"{4 << 20} bytes mapped for {table.backing.nbytes}"
+    assert table.distributions[0].pages == {NODE: table.backing.nbytes // 4096}
+    assert cuda.accessible() == []
+    table.close()
+
+
+def test_only_an_asked_for_backing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the absence is named; other names stay what they are; unknown until installed."""
+    monkeypatch.setattr(registration, "_absence", lambda: ("no-gpu", "the driver shows no GPU", "pass it"))
+    backings.install("tmpfs", 0)
+    for name in CUDA_BACKINGS:
+        with pytest.raises(NotMeasurable, match="shows no GPU"):
+            backings.install(name, 0)
+        with pytest.raises(UsageError, match="unknown backing"):
+            build_table(SoloGroup(), placement(name), NBYTES)
