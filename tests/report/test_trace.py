@@ -145,7 +145,7 @@ def format_faults(tree: Any) -> list[str]:
 def test_the_format_is_kept(written: Any) -> None:
     """Every event has its fields, slices nest on their thread and arrows have two ends; torn ones are found."""
     file, _ = written()
-    tree = json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(word))
+    tree = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert format_faults(tree) == []
     lookup = next(event for event in tree["traceEvents"] if event["name"] == "lookup layer 1")
     assert {"rows", "tiles", "grid", "layer", "kernel", "exposed", "queueing", "waited"} <= lookup["args"].keys()
@@ -161,7 +161,7 @@ def test_a_written_trace_is_read_back(written: Any) -> None:
     found, notes = trace.read(file)
     assert notes == []
     assert len(found) == len(lines)
-    for again, line in zip(found, lines.values(), strict=True):
+    for again, line in zip(sorted(found, key=lambda one: one.rank), lines.values(), strict=True):
         for new, old in zip(queue_report(again).lookups, queue_report(line).lookups, strict=True):
             names = ("layer", "queueing", "kernel", "exposed", "waited")
             assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]
@@ -255,7 +255,7 @@ def test_a_foreign_queue_that_is_none_is_named(tmp_path: Path, plant: Any, words
     """Two streams, a consumer of the wrong layer and a missing wait each show with their reason."""
     text = "\n".join(trace.report(recorded(tmp_path, plant)))
     assert "not a serial queue" in text
-    assert words.replace("layer 14: overlaps", "layer 14: overlaps") in text
+    assert words in text
     assert ("lookups on streams [20, 21], their consumers on 7" in text) == (plant is _second_stream)
 
 
@@ -296,7 +296,7 @@ def test_probe_marks_give_the_queue_report(tmp_path: Path, monkeypatch: pytest.M
         ('{"traceEvents": [{"ph": "X", "cat": "kernel"}]}', "", "KeyError"),
         (None, "lookup=(", "error"),
         (None, "lockup=x", "--names lockup"),
-        (None, "wait=_hash_ids_kernel", "rank 0: 4 lookups and"),
+        (None, "wait=_hash_ids_kernel", "rank 0: 2 lookups and 1 consumer waits"),
         (None, "layers=a,b", "ValueError"),
     ],
 )
