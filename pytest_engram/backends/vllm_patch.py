@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +24,10 @@ from typing import Any
 from pytest_engram import policies
 from pytest_engram.backends.vllm import VllmBackend
 from pytest_engram.errors import PeerError, UsageError
-from pytest_engram.gpu.registration import Cudart, HostRegistration
+from pytest_engram.gpu.registration import Cudart
 from pytest_engram.gpu.registration import register as register_with_cuda
 from pytest_engram.model import Topology
 from pytest_engram.numa.group import Group
-from pytest_engram.numa.shared import SharedTable
 from pytest_engram.numa.table import build_table
 from pytest_engram.numa.topology import read_topology
 
@@ -38,19 +37,14 @@ MODULES = ("vllm.models.deepseek_v41.nvidia.engram", "vllm.models.deepseek_v41.c
 
 
 def register() -> None:
-    """The plugin's entry point: patch the installed vLLM, or warn why nothing is patched."""
-    seen = []
+    """The plugin's entry point: patch the installed vLLM, or warn that there is nothing to patch."""
     for name in MODULES:
-        try:
+        with suppress(ImportError):
             module = import_module(name)
-        except ImportError as error:
-            seen.append(f"{name}: {error}")
-            continue
-        if hasattr(module, STORAGE):
-            install(module)
-            return
-        seen.append(f"{name} has none")
-    logging.getLogger(__name__).warning("stock Engram placement: no %s to patch: %s", STORAGE, "; ".join(seen))
+            if hasattr(module, STORAGE):
+                return install(module)
+    seen = f"no {STORAGE} in {' or '.join(MODULES)}"
+    return logging.getLogger(__name__).warning("stock Engram placement: %s", seen)
 
 
 def install(module: Any) -> None:
@@ -99,7 +93,8 @@ class PlacedStorage:
         plan = policies.resolve(policy, topology, ranks.size, backing="tmpfs", rank_nodes=homes)
         if plan.notes:
             raise UsageError(f"policy {policy!r}: a DP group shares whole slices", code="no-head-shards")
-        table = build_table(ranks, plan, num_bytes, register=self._register)
+        pin = partial(register_with_cuda, cudart=self.cudart)
+        table = build_table(ranks, plan, num_bytes, register=lambda table: pin(table.buffer))
         told = ranks.all_gather({"node": homes[ranks.rank], "pages": table.distributions[-1].pages}, step="pages")
         if ranks.rank == 0:
             self.engine.logger.info("Engram pages by NUMA node, per rank, asked %s: %s", policy, told)
@@ -107,9 +102,6 @@ class PlacedStorage:
         tensor, table.registration = self.engine.torch.from_numpy(table.buffer), None
         table.close()  # closes the descriptor; mapping and registration live as long as the tensor's memory
         return tensor
-
-    def _register(self, table: SharedTable) -> HostRegistration:
-        return register_with_cuda(table.buffer, cudart=self.cudart)
 
     def load_weight(self, param: Any, loaded_weight: Any) -> None:
         """As stock, where rank 0 writes; the leaders of further copies write theirs before the same barrier."""

@@ -90,11 +90,13 @@ class CuMem(DriverMade):
         handle, length = self._driver.create(node, self.nbytes)
         self._handle, self._descriptor = (handle, node, length), self._driver.export(handle)
         self._offer = offer(self._descriptor)
-        return {"path": self._offer.getsockname().decode(), "node": str(node), "length": str(length)}
+        name = self._offer.getsockname().decode()
+        self.label = name[1:]
+        return {"path": name, "node": str(node), "length": str(length)}
 
     def attach(self, handle: dict[str, str]) -> None:
         """Import the leader's memory."""
-        self._driver, self._descriptor = self.library(), receive(handle["path"])
+        self._driver, self._descriptor, self.label = self.library(), receive(handle["path"]), handle["path"][1:]
         self._handle = self._driver.adopt(self._descriptor), int(handle["node"]), int(handle["length"])
 
     def map(self) -> None:

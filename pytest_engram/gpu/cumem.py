@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -24,8 +23,8 @@ from pytest_engram.gpu.registration import Cudart
 _PINNED = _FILE_DESCRIPTOR = _DEVICE = 1  # CUmemAllocationType, CUmemAllocationHandleType, CUmemLocationType
 _HOST_NUMA, _READ_WRITE = 3, 3  # CUmemLocationType, CUmemAccess_flags
 _DEVICE_POINTER = 3  # CUpointer_attribute
-_CODES = {1: "invalid-value", 2: "out-of-memory", 3: "no-driver", 100: "no-gpu", 801: "no-host-numa"}
-_ABSENT = {"no-driver", "no-gpu", "no-host-numa"}
+_CODES = {1: "invalid-value", 2: "out-of-memory"}
+_ABSENT = {3: "no-driver", 100: "no-gpu", 801: "no-host-numa"}
 
 
 class _Location(ctypes.Structure):
@@ -56,8 +55,8 @@ class Driver:
         """Raise ``NotMeasurable``, or ``PlacementError`` named after the CUresult, unless it is CUDA_SUCCESS."""
         number = getattr(self._library, name)(*arguments)
         if number:
-            code = _CODES.get(number, "cuda-refused")
-            kind = NotMeasurable if code in _ABSENT else PlacementError
+            kind, codes = (NotMeasurable, _ABSENT) if number in _ABSENT else (PlacementError, _CODES)
+            code = codes.get(number, "cuda-refused")
             raise kind(f"CUresult {number}", code=code, who=name, where="cumem", expected="CUDA_SUCCESS")
 
     def create(self, node: int, nbytes: int) -> tuple[int, int]:
@@ -134,7 +133,7 @@ class HeldCudart(Cudart):
 def offer(descriptor: int) -> socket.socket:
     """A listener that hands the descriptor to every process of this user that asks, until it is shut down."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0pytest-engram-{os.getpid()}-{secrets.token_hex(8)}")
+    listener.bind(f"\0pytest-engram-{os.getpid()}-{os.urandom(8).hex()}")
     listener.listen()
 
     def answer() -> None:

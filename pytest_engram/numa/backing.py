@@ -30,6 +30,7 @@ class Backing:
     wants_huge = False  # True: transparent huge pages are asked for and collapse is tried
     resident = False  # True: a driver makes the pages, in ``create`` or ``map``, where ``ask`` said
     detail = ""  # what ``map`` found worth telling
+    label = ""  # names the object where all mappings of its device share one ``identity``
     page_bytes = mmap.PAGESIZE
 
     def __init__(self, num_bytes: int) -> None:

@@ -99,7 +99,8 @@ class SharedTable:
             page_bytes=self.backing.page_bytes,
         )  # fmt: skip
         growth = {node: size - self._shmem_before.get(node, 0) for node, size in _shmem().items()}
-        self.distributions.append(replace(distribution, shmem_growth=growth))
+        name = self.backing.label or self.identity
+        self.distributions.append(replace(distribution, shmem_growth=growth, identity=name))
         return self.distributions[-1]
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from statistics import median
@@ -104,16 +105,12 @@ def read(path: Path, names: str = "") -> tuple[list[Timeline], list[str]]:
         raise UsageError(f"--names {unknown[0]}", code="bad-names", expected=f"NAME=REGEX, NAME in {', '.join(NAMES)}")
     chosen = {**NAMES, **{name: value for name, _, value in parts}}
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        tree = json.loads(data, parse_float=Decimal)
-    except OSError as error:
-        raise _refuse(path, error.strerror or str(error)) from error
-    except ValueError:  # no single JSON text, but perhaps one on each line
-        tree = None
-    events = tree.get("traceEvents") if isinstance(tree, dict) else tree
-    try:
+        data, tree = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes(), None
+        with suppress(ValueError):  # no single JSON text, but perhaps one on each line
+            tree = json.loads(data, parse_float=Decimal)
+        events = tree.get("traceEvents") if isinstance(tree, dict) else tree
         found = _from_events(path, events, chosen) if isinstance(events, list) else (_from_marks(path, chosen), [])
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:  # no such event, name or expression
+    except (OSError, EOFError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise _refuse(path, f"{type(error).__name__}: {error}") from error
     if not found[0]:
         raise _refuse(path, f"no kernel is called {chosen['lookup']!r} and no mark {chosen['start']!r}")
@@ -169,7 +166,7 @@ def _from_events(path: Path, events: list[Any], names: dict[str, str]) -> tuple[
     gpu, lines, notes = [one for one in slices if one.gpu], list[Timeline](), list[str]()
     lookups = [o for o in gpu if re.search(names["lookup"], o.name) and re.search(names["stream"], str(o.stream))]
     ends = {id(one): one for one in _consumers(slices, gpu, names["wait"]) if one not in lookups}
-    for rank in dict.fromkeys(one.rank for one in lookups):
+    for rank in sorted({one.rank for one in lookups}):
         ours = [one for one in lookups if one.rank == rank]
         waits = [one for one in ends.values() if one.rank == rank and one.order >= ours[0].order]
         ours = [one for one in ours if waits and one.order <= waits[-1].order]

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from peers_on_gpu import Cpu, Gpu, fill, verify
@@ -38,6 +39,7 @@ from pytest_engram.model import Moment, PlacementPlan, TablePlan
 from pytest_engram.numa.backing import BACKINGS, Memfd
 from pytest_engram.numa.pages import audit_range
 from pytest_engram.numa.populate import populate
+from pytest_engram.numa.table import build_table
 from pytest_engram.numa.topology import read_topology
 from pytest_engram.numa.world import RankSpec, run_world
 
@@ -62,10 +64,14 @@ def peer(group: Any, payload: Any) -> dict[str, Any]:
     kind: type[Gpu] = Cpu if payload["cpu"] else Gpu
     kind.warm()
     backings.install(plan.backing, 0)
-    register = engine_class("cpu" if payload["cpu"] else "cuda").registrar(0)  # its only visible GPU
-    from pytest_engram.numa.table import build_table
+    pin = engine_class("cpu" if payload["cpu"] else "cuda").registrar(0)  # its only visible GPU
 
-    table = build_table(group, plan, table_bytes(layout), register=register)
+    def register(table: Any) -> Any:
+        if table.backing.resident:
+            show(table.address)
+        return pin(table)
+
+    table = build_table(group, plan, table_bytes(layout), register=register if pin else None)
     try:
         table.load(partial(fill, layout, group), group)
         begin = time.monotonic()
@@ -75,20 +81,16 @@ def peer(group: Any, payload: Any) -> dict[str, Any]:
             "wrong": verify(device, layout, group.rank), "crc": zlib.crc32(table.buffer), "audit_s": spent,
             "audit": codec.to_builtins(audit), "receipts": [codec.to_builtins(one) for one in table.receipts],
         }  # fmt: skip
-    except EngramError:
-        show(table.address)
-        raise
     finally:
         device = None  # type: ignore[assignment]  # drops the views
-        group.barrier(step="looked")
         table.close()
 
 
 def show(address: int) -> None:
-    """What the kernel says of the mapping, where the audit did not like it."""
+    """What the kernel says of a driver's mapping, before the audit judges it."""
     for name in ("maps", "numa_maps"):
         for line in Path(f"/proc/self/{name}").read_text().splitlines():
-            if line.startswith(f"{address:x}") or "nvidia" in line:
+            if line.startswith(f"{address:x}"):
                 print(name, line, file=sys.stderr)
 
 
@@ -159,6 +161,10 @@ def made(_backing: Any) -> str:
 
 def bring_up(kind: Any, act: Callable[[Any], str], nbytes: int, *, cpu: bool) -> dict[str, Any]:
     """Seconds of making a fresh object resident and of registering it, and what came of it."""
+    if not cpu:
+        import torch
+
+        torch._C._host_emptyCache()  # the last round's pinned block
     backing = kind(nbytes)
     backing.ask(TablePlan(ranks=(0,), mode="bind", nodes=(node(),)))
     begin = time.perf_counter()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,7 +143,7 @@ def test_cumem_goes_through_the_whole_protocol(cuda: Libcuda) -> None:
     assert "driver placed" in (receipts["populate"].not_applicable or "")
     assert receipts["map"].detail == f"{2 * UNIT} bytes on node {NODE} for {table.backing.nbytes}"
     assert table.distributions[0].pages == {NODE: table.backing.nbytes // 4096}
-    assert table.distributions[0].identity != ""
+    assert table.distributions[0].identity.startswith(f"pytest-engram-{os.getpid()}-")  # its device names every table
     assert cuda.accessible() == [(3, NODE), (1, 3)]
     assert covering(table.address, NBYTES) is not None
     table.load(lambda buffer: buffer.fill(7), SoloGroup())
@@ -163,6 +167,7 @@ def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
     leader.mapped[NBYTES - 1] = 77
     assert peer.mapped[NBYTES - 1] == 77
     assert leader.address != peer.address
+    assert leader.label == peer.label != ""
     leader.close()
     for thread in threading.enumerate():
         if thread.name == "engram-cumem":
@@ -235,3 +240,20 @@ def test_only_an_asked_for_backing_is_installed(monkeypatch: pytest.MonkeyPatch)
             backings.install(name, 0)
         with pytest.raises(UsageError, match="unknown backing"):
             build_table(SoloGroup(), placement(name), NBYTES)
+
+
+def test_the_script_for_the_gpu_runs_dry(tmp_path: Path) -> None:
+    """Two ranks per backing see right rows and one content; what needs a GPU is named as not measured; rates come."""
+    pytest.importorskip("torch", reason="the ranks look up with torch")
+    script = Path(__file__).with_name("backings_on_gpu.py")
+    options = ["--cpu", "--gib", "0.01", "--shared-gib", "0.005", "--rounds", "2", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "backings_on_gpu.jsonl").read_text().splitlines()]
+    worlds = {line["backing"]: line for line in lines if "backing" in line}
+    assert {name for name in ("tmpfs", "memfd", "anon-thp") if worlds[name]["ranks"][1]["wrong"] == 0} == {
+        "tmpfs", "memfd", "anon-thp"
+    }  # fmt: skip
+    assert [worlds[name]["not_measured"] for name in CUDA_BACKINGS] == [True] * 2
+    assert sum(line.get("bring_up") == "tmpfs, populated" and line["gib_s"] > 0 for line in lines) == 2
+    assert lines[-1]["same_contents"] is True

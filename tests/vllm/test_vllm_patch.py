@@ -203,7 +203,7 @@ def test_entry_point_patches_the_installed_engine_or_says_why_not(vllm_version, 
     assert caplog.records == []
     monkeypatch.setitem(sys.modules, home, None)
     vllm_patch.register()
-    assert "no DPSharedEngramStorage to patch" in caplog.text
+    assert "stock Engram placement: no DPSharedEngramStorage in" in caplog.text
 
 
 def test_patched_backend_is_a_backend(vllm_version):

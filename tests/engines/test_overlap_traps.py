@@ -1,0 +1,245 @@
+"""Overlap measurements that lie, each by a real engine with one fault, and the gate's reason that names it.
+
+A drifting machine is caught in ``tests/gates/test_gate_reasons.py`` (``machine-drifted``), a drifting GPU timer in
+``tests/gpu/test_timeline.py``; rows that a faulty engine gets wrong are the matter of ``tests/faults``.
+"""
+
+import math
+import sys
+import time
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pytest_engram import gates
+from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.engines.cpu import CpuEngine
+from pytest_engram.engines.prefetch import PrefetchQueue
+from pytest_engram.engines.protocol import EngineSetup, StepSettings
+from pytest_engram.engines.tables import table_views
+from pytest_engram.model import Claim, OverlapSample, Status, Workload
+from pytest_engram.queueing import queue_report
+from pytest_engram.report import markdown
+from pytest_engram.serving.replay import fixed_batches
+
+EARLY, ROWS_BYTES = StepSettings(submission="early"), 16 * 2 * 6 * 66
+LOOKUP_S = 0.005
+LINK = {"link_bytes_per_s": {"value": 20 * ROWS_BYTES / (2 * LOOKUP_S)}}  # twenty times what the slow lookups need
+
+
+class Slow(ReferenceBackend):
+    """Lookups of five milliseconds, and a gate that is long enough for a lookup that nobody waited for to end."""
+
+    gate_s = 0.0
+
+    def lookup(self, shard, ids, out, *, cap=None):
+        time.sleep(LOOKUP_S)
+        return super().lookup(shard, ids, out, cap=cap)
+
+    def gate(self, *inputs):
+        time.sleep(self.gate_s)
+        return super().gate(*inputs)
+
+
+class Late(Slow):
+    """Both gates are long."""
+
+    gate_s = 4 * LOOKUP_S
+
+
+class SecondLate(Slow):
+    """Only the second gate is long: its consumer arrives before its lookup is done."""
+
+    gates = 0
+
+    def gate(self, *inputs):
+        self.gates += 1
+        self.gate_s = 0 if self.gates % 2 else 4 * LOOKUP_S
+        return super().gate(*inputs)
+
+
+class Cached(Slow):
+    """Ids that were looked up before are served from a copy: the host's rows are not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = {}
+
+    def lookup(self, shard, ids, out, *, cap=None):
+        key = ids.tobytes()
+        if key not in self.copies:
+            launch = super().lookup(shard, ids, out, cap=cap)
+            self.copies[key] = launch, out.copy()
+            return launch
+        launch, rows = self.copies[key]
+        np.copyto(out, rows)
+        return launch
+
+
+class TwoStreams(CpuEngine):
+    """Negative control: the layers' lookups alternate between two worker threads."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self._second = PrefetchQueue(setup.cpus)
+        self._turn = cycle((self._fifo, self._second))
+
+    def _submit(self, ticket):
+        next(self._turn).submit(ticket)
+
+    def close(self):
+        self._second.close(10)
+        super().close()
+
+
+class WrongLayer(CpuEngine):
+    """Every consumer waits for the first layer's lookup."""
+
+    def _prepare(self, batch, settings):
+        ids, self._made = super()._prepare(batch, settings)
+        return ids, self._made
+
+    def _await(self, layer, _ticket):
+        super()._await(layer, next(iter(self._made.values())))
+
+
+class EventAfterConsumer(CpuEngine):
+    """The lookup's end is marked on the main stream, once the layer after its consumer has been computed."""
+
+    def _consume(self, layer, ticket, settings):
+        super()._consume(layer, ticket, settings)
+        self._trace.mark("done", layer)
+
+
+class EventAtSubmission(CpuEngine):
+    """The lookup is bounded by marks on the main stream, which passes them as it submits."""
+
+    def _submit(self, ticket):
+        mark, ticket.mark = ticket.mark, lambda _name: None
+        for name in ("submit", "start", "done"):
+            mark(name)
+        super()._submit(ticket)
+
+
+@pytest.fixture(scope="module")
+def laboratory():
+    """Sound synthetic evidence, by the laboratory of the gates' own tests: only its marks are replaced here."""
+    path = Path(__file__).parents[1] / "gates/conftest.py"
+    spec = spec_from_file_location("gates_laboratory", path)
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.Lab()
+
+
+@pytest.fixture
+def judge(bench, laboratory):
+    """(verdict, timelines) of B1 where arm B's marks are those of a real engine of that class."""
+
+    def run(engine_class, backend, *, reuse="low-reuse", provenance=None, state=None):
+        engine = engine_class(
+            EngineSetup(
+                rank=0, layout=bench.layout, tables=table_views(bench.buffer, bench.layout), token_map=bench.token_map,
+                workload=Workload(hidden=64, layers=5, engram_layers=(1, 3), tokens=16), backend=backend,
+                cpus=(0,), max_tokens=64, seed=bench.seed,
+            )
+        )  # fmt: skip
+        bench.engines.append(engine)
+        batches = list(islice(fixed_batches(Workload(tokens=16), 3, bench.vocabulary, reuse), 3))
+        lines = tuple(engine.step(batch, EARLY, marks=True, index=n).timeline for n, batch in enumerate(batches))[1:]
+        sample = OverlapSample(rank=0, state=state or reuse, timelines=lines, resolution_ns=engine.resolution_ns,
+                               source_bytes=ROWS_BYTES, staging_bytes=1)  # fmt: skip
+        evidence = laboratory.evidence("B1", claim=Claim.IMPROVES)
+        runs = [replace(run, overlap=(sample if run.arm == "B" else replace(run.overlap[0], source_bytes=1),))
+                for run in evidence.runs]  # fmt: skip
+        evidence = replace(evidence, runs=tuple(runs), provenance={**evidence.provenance, **(provenance or {})})
+        return gates.evaluate(evidence), lines
+
+    return run
+
+
+def refused(verdict):
+    """The reason and the words of gate 2, which must have been reached and must void the evidence."""
+    assert [gate.status for gate in verdict.gates[:2]] == [Status.PASS] * 2
+    assert (verdict.status, verdict.sentence) == (Status.INVALID, None)
+    return verdict.gates[2].reason, verdict.gates[2].observed
+
+
+def test_a_sound_engine_is_no_trap(judge):
+    """The control of all traps: one serial queue passes the checks that name them, within the timer's resolution."""
+    verdict, lines = judge(CpuEngine, Late())
+    assert verdict.status is not Status.INVALID, verdict.gates[2]
+    assert all(queue_report(line, tolerance_ns=2_000, late_ns=math.inf).serial for line in lines)
+
+
+def test_two_streams_are_no_serial_queue(judge):
+    """Two worker threads hide more than one queue can: the evidence is void, whatever it gained."""
+    reason, seen = refused(judge(TwoStreams, Late())[0])
+    assert reason == "not-a-serial-queue"
+    assert "layer 3: overlaps the lookup of layer 1" in seen
+
+
+def test_a_consumer_of_the_wrong_layer_is_named(judge):
+    """A consumer that waits for another layer's lookup passes before its own is done."""
+    reason, seen = refused(judge(WrongLayer, SecondLate())[0])
+    assert reason == "not-a-serial-queue"
+    assert "layer 3: its consumer passed" in seen
+
+
+def test_an_end_marked_on_the_consumers_stream_is_named(judge):
+    """An event that the main stream records after its wait says that the consumer went on without the rows."""
+    reason, seen = refused(judge(EventAfterConsumer, Late())[0])
+    assert reason == "not-a-serial-queue"
+    assert "its consumer passed" in seen
+
+
+def test_a_lookup_bounded_on_the_main_stream_is_faster_than_any_link(judge):
+    """Marks that the main stream passes as it submits measure no lookup: the floor of the link names them.
+
+    No queue contradicts them, but what the consumers waited is not what the marks say was exposed.
+    """
+    verdict, lines = judge(EventAtSubmission, Slow(), provenance=LINK)
+    reason, seen = refused(verdict)
+    assert (reason, seen[:6]) == ("faster-than-link", "arm B,")
+    for times in (times for line in lines for times in queue_report(line).lookups[:1]):
+        assert times.exposed == 0
+        assert times.waited > LOOKUP_S * 1e9 / 2
+    assert judge(CpuEngine, Slow(), provenance=LINK)[0].status is not Status.INVALID
+
+
+def test_cached_rows_are_faster_than_the_link(judge):
+    """A lookup that serves low-reuse rows from a copy beats the host's link, and is not believed."""
+    verdict, _ = judge(CpuEngine, Cached(), reuse="repeated", state="low-reuse", provenance=LINK)
+    reason, seen = refused(verdict)
+    assert (reason, seen[:6]) == ("faster-than-link", "arm B,")
+    assert judge(CpuEngine, Cached(), provenance=LINK)[0].status is not Status.INVALID
+
+
+def test_repeated_rows_are_named(judge, laboratory):
+    """Rows that are repeated by design may be cached; the report says what such a gain is worth."""
+    verdict, _ = judge(CpuEngine, Cached(), reuse="repeated")
+    assert verdict.status is not Status.INVALID
+    for reuse, named in (("repeated", True), ("low-reuse", False)):
+        evidence = laboratory.evidence("B1")
+        work = replace(evidence.plan.experiment.workload, reuse=reuse)
+        plan = replace(evidence.plan, experiment=replace(evidence.plan.experiment, workload=work))
+        text = markdown.render([verdict], [replace(evidence, plan=plan)], {})
+        assert ("a gain may be a cache's" in text) == named
+
+
+def test_a_queue_on_a_drifting_clock_is_named(judge):
+    """Lookups timed by a clock that runs 2 % fast end after their consumers went on: two clocks are no timeline."""
+    _, lines = judge(CpuEngine, Late())
+
+    def drifted(line):
+        marks = [replace(m, start=m.start + (m.start - line.begin) // 50, done=m.done + (m.done - line.begin) // 50)
+                 for m in line.lookups]  # fmt: skip
+        return replace(line, lookups=tuple(marks))
+
+    report = queue_report(drifted(lines[0]), tolerance_ns=2_000, late_ns=math.inf)
+    assert not report.serial
+    assert "its consumer passed" in report.reason
