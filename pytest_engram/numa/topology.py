@@ -28,7 +28,7 @@ def read_topology(
     Raises ``NotMeasurable`` where /proc or /sys cannot be read, ``EngramError`` on text the kernel never writes.
     """
     tree = Tree(root)
-    nodes, memory_notes = _whole_memory(tree, read_nodes(tree))
+    nodes, memory_notes = read_memory(tree)
     gpus, claimed, gpu_notes = read_gpus(tree, nodes, gpu_sources or {}, stand_ins=stand_ins)
     # Coherent GPU memory is CPU-less and claimed; without any GPU, CPU-less memory is just CXL or HBM.
     own = {node.id for node in nodes if node.id in claimed and not node.cpus and node.has_memory}
@@ -88,11 +88,12 @@ def _memory(text: str, *, where: str) -> dict[str, Any]:
     return parsed(read, text, where=where, expected="MemTotal and MemFree in kB")
 
 
-def _whole_memory(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[tuple[NumaNode, ...], list[str]]:
-    """Guests that bring memory up lazily count only the part in use per node; /proc/meminfo knows the whole.
+def read_memory(tree: Tree) -> tuple[tuple[NumaNode, ...], list[str]]:
+    """(nodes, notes).  Guests that bring memory up lazily count only the part in use per node; /proc/meminfo knows all.
 
     With one memory node the whole is that node's; with several nobody says whose it is, so it is only noted.
     """
+    nodes = read_nodes(tree)
     text, holders = tree.text("proc/meminfo"), [node.id for node in nodes if node.has_memory]
     whole = _memory(text, where="/proc/meminfo") if text else {"memory_bytes": 0}
     counted = sum(node.memory_bytes for node in nodes)
