@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from bisect import bisect_left
 from collections import Counter
 from pathlib import Path
@@ -13,11 +15,12 @@ from pytest_engram.errors import UsageError
 
 
 def load(path: Path) -> Any:
-    """The tree in a file; a ``UsageError`` names the file, line and column of what is wrong."""
+    """The tree in a (perhaps gzipped) file; a ``UsageError`` names the file, line and column of what is wrong."""
     try:
-        return loads(path.read_text("utf-8"), source=str(path))
-    except OSError as error:
-        _refuse(path, error.strerror or str(error))
+        data = path.read_bytes()
+        return loads((gzip.decompress(data) if path.suffix == ".gz" else data).decode(), source=str(path))
+    except (OSError, EOFError, zlib.error) as error:
+        _refuse(path, getattr(error, "strerror", None) or str(error))
     except UnicodeDecodeError as error:
         _refuse(path, f"byte {error.start} is not UTF-8")
 

@@ -60,8 +60,10 @@ def can_say(verdict: Verdict) -> str:
         return "stopped at no gate"
     if verdict.claim is Claim.IMPROVES:
         return verdict.sentence or "passed, and the verdict carries no sentence"
-    shown = numbers.effects(effect for gate in verdict.gates if not gate.judged for effect in gate.effects)
-    return f"reported, no winner declared: {shown}" if shown else "reported, without an effect"
+    found = [effect for gate in verdict.gates if not gate.judged for effect in gate.effects]
+    if len(found) > 3:
+        return f"{len(found)} effects reported, no winner declared"
+    return f"reported, no winner declared: {numbers.effects(found)}" if found else "reported, without an effect"
 
 
 def run_line(experiment: str, done: int, total: int, run: RunRecord, eta: float | None) -> str:

@@ -13,7 +13,8 @@ import pytest
 
 from pytest_engram.errors import UsageError
 from pytest_engram.model import NumaNode, PlacementPlan, TablePlan, Topology
-from pytest_engram.numa import capacity, topology
+from pytest_engram.numa import capacity
+from pytest_engram.numa import topology as machine
 from pytest_engram.numa.capacity import GIB, cgroup_free, check_capacity, default_reserve
 
 
@@ -178,10 +179,10 @@ def test_a_full_tmpfs_is_an_error_not_sigbus(tmp_path: Path, way: str, said: str
     assert said in result.stdout
 
 
-def test_a_guest_that_grows_counts_its_whole_memory(monkeypatch):
+def test_a_guest_that_grows_counts_its_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lazily grown one-node guest has room for a table that its node does not count yet, as /proc/meminfo knows."""
     node = NumaNode(id=0, cpus=(0,), memory_bytes=4 << 30, free_bytes=3 << 30, reclaimable_bytes=0, distances={0: 10})
-    monkeypatch.setattr(topology, "read_nodes", lambda _tree: (node,))
+    monkeypatch.setattr(machine, "read_nodes", lambda _tree: (node,))
     total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
     expected = max(total, 4 << 30)
     assert capacity.live_memory().nodes[0].memory_bytes == expected

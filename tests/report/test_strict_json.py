@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -84,3 +85,14 @@ def test_dumps_refuses_what_was_not_cleaned():
     """The writer itself never writes a NaN."""
     with pytest.raises(ValueError, match="Out of range float"):
         strict.dumps({"x": float("nan")})
+
+
+def test_gzipped_files_read_like_plain_ones(tmp_path):
+    """A name that ends in .gz is unpacked; a torn or a plain file of that name is refused by its name."""
+    whole = gzip.compress(b'{"a": 1}')
+    for name, data in (("whole", whole), ("torn", whole[:-9]), ("plain", b'{"a": 1}')):
+        (tmp_path / f"{name}.json.gz").write_bytes(data)
+    assert strict.load(tmp_path / "whole.json.gz") == {"a": 1}
+    for name in ("torn", "plain"):
+        with pytest.raises(UsageError, match=f"{name}.json.gz"):
+            strict.load(tmp_path / f"{name}.json.gz")
