@@ -60,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     add = command("calibrate", _calibrate, "how often the rules err, by simulation").add_argument
     add("--trials", type=int, default=10_000)
     add("--seed", type=int, default=20261)
+    add = command(
+        "conformance", _conformance, "the contract, line by line, against engines; 1 if a line fails"
+    ).add_argument
+    add("specs", nargs="+", metavar="BACKEND", help="as --engram-backend takes it: vllm@0.33.0, reference")
+    add("--engine", choices=("cpu", "cuda"), help="default: cpu where the backend has it")
     add = command("experiments", _experiments, "list or validate experiment files").add_argument
     add("action", choices=("list", "validate"))
     add("paths", nargs="*", type=Path)
@@ -116,6 +121,12 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     print(calibration.render(calibration.table(trials=arguments.trials, seed=arguments.seed)))
     return 0
+
+
+def _conformance(arguments: argparse.Namespace) -> int:
+    from pytest_engram.report.conformance import conformance_main
+
+    return conformance_main(arguments.specs, sys.stdout, arguments.engine)
 
 
 def _experiments(arguments: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ from _pytest.mark.expression import Expression
 from pytest_engram import gates
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.model import Problem, Status, Verdict
-from pytest_engram.report.benchmark import json_path
 from pytest_engram.report import benchmark, records, terminal
+from pytest_engram.report.benchmark import json_path
 from pytest_engram.session import Outcome, Session
 
 MEASUREMENT_MARKERS = ("numa", "overlap", "serving")

@@ -60,10 +60,10 @@ class HashBatch:
     block_size: int = 64
 
     def __post_init__(self) -> None:
+        _expect("token_ids", self.token_ids, np.int32, (None,), at_least=0)
+        _expect("query_start_loc", self.query_start_loc, np.int32, (None,), at_least=0)
         tokens, requests = len(self.token_ids), len(self.query_start_loc) - 1
-        _expect("token_ids", self.token_ids, np.int32, (tokens,), at_least=0)
         _expect("positions", self.positions, np.int64, (tokens,), at_least=0)
-        _expect("query_start_loc", self.query_start_loc, np.int32, (requests + 1,), at_least=0)
         _expect("dead", self.dead, np.bool_, (tokens,))
         _expect("window", self.window, np.int32, (requests, None), at_least=-1)
         _expect("window_dead", self.window_dead, np.bool_, self.window.shape)
@@ -182,7 +182,7 @@ def hash_ids(layout: EngramLayout, batch: HashBatch, token_map: Int32, cache: Sl
     """Hash ids int32 [T, L, H]: row numbers of each layer's table, in [offset, offset + prime) of their column.
 
     ``token_map`` int32 [vocabulary].  With a ``cache`` the batch is written to it first, then read (H12).  Raises
-    ``UsageError`` for token ids beyond the map and for a cache without slots and block table.
+    ``UsageError`` for another map, for token ids beyond it and for a cache without slots and block table.
     """
     tokens = len(batch.token_ids)
     out = np.empty((tokens, len(layout.layer_ids), layout.columns), dtype=np.int32)
@@ -232,6 +232,7 @@ class _Sources:
 
 def _sources(layout: EngramLayout, batch: HashBatch, token_map: Int32, cache: SlotCache | None) -> _Sources:
     """Map the batch's tokens; write the slot cache before anything reads it (H12)."""
+    _expect("token_map", token_map, np.int32, (None,), at_least=0)
     for name, ids in (("token_ids", batch.token_ids), ("window", batch.window), ("pad", np.array(layout.pad_token_id))):
         if ids.size and ids.max() >= len(token_map):
             raise _bad(name, f"id {ids.max()}", f"below {len(token_map)}, the length of the token map")

@@ -152,11 +152,23 @@ def _bad(seen: str, expected: str) -> UsageError:
     return UsageError(seen, code="bad-rows", who="row oracle", expected=expected)
 
 
-def _check_lookup(shard: Any, ids: NDArray[np.int32], out: Bf16) -> None:
+def _check_lookup(shard: Any, ids: Any, out: Any) -> None:
+    if not (isinstance(ids, np.ndarray) and isinstance(out, np.ndarray)):
+        raise _bad(f"ids {type(ids).__name__}, out {type(out).__name__}", "numpy arrays")
     if ids.dtype != np.int32 or ids.ndim != 2 or ids.shape[1] != shard.total_heads:
         raise _bad(f"ids {ids.dtype} {ids.shape}", f"int32 [T, {shard.total_heads}]")
-    if not (shard.weight.flags.c_contiguous and shard.scales.flags.c_contiguous):
-        raise _bad("a strided table", "contiguous rows: numpy would copy the whole table for every lookup")
+    for name, table in (("weight", shard.weight), ("scales", shard.scales)):
+        if not isinstance(table, np.ndarray) or table.dtype != np.uint8 or table.ndim != 2:
+            raise _bad(
+                f"{name} {getattr(table, 'dtype', type(table))} {np.shape(table)}", "numpy uint8 [rows, columns]"
+            )
+        if not table.flags.c_contiguous:
+            raise _bad("a strided table", "contiguous rows: numpy would copy the whole table for every lookup")
+    rows = min(len(shard.weight), len(shard.scales))
+    if not 0 <= shard.end - shard.start <= rows or shard.head_start < 0:
+        raise _bad(
+            f"ids [{shard.start}, {shard.end}), heads from {shard.head_start}", f"at most {rows} rows; head 0 on"
+        )
     shape = (len(ids), shard.local_heads, shard.weight.shape[1])
     if out.dtype != np.uint16 or out.shape != shape or not out.flags.c_contiguous:
         raise _bad(f"out {out.dtype} {out.shape}", f"contiguous uint16 {shape}")

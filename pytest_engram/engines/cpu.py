@@ -24,6 +24,7 @@ from pytest_engram.engines.prefetch import (
 )
 from pytest_engram.engines.protocol import EngineSetup
 from pytest_engram.engines.step import SuiteEngine
+from pytest_engram.errors import PlacementError
 from pytest_engram.hashing import HashBatch
 
 _SWITCH_INTERVAL_S = 5e-4  # the default 5 ms would let a thread that runs Python delay the other's wake-up by a step
@@ -52,11 +53,15 @@ class CpuEngine(SuiteEngine):
         self._staging = np.zeros((len(setup.tables), setup.max_tokens, layout.columns, layout.head_dim), np.uint16)
         self._chain = Chain(layout, setup.workload, setup.seed)
         self.resolution_ns = clock_resolution()
+        self._fifo = PrefetchQueue(worker)  # before the rest is bound: a CPU that is refused leaves nothing behind
+        try:
+            # Two BLAS threads that spin on one CPU are slower than none: without its limit the pool stays unbound.
+            self._affinity = bind_threads([threading.get_native_id(), *(foreign_threads() if limited else ())], main)
+        except PlacementError:
+            self._fifo.close(1.0)
+            raise
         self._switch_interval = sys.getswitchinterval()
-        # Two BLAS threads that spin on one CPU are slower than none: without its limit the pool stays unbound.
-        self._affinity = bind_threads([threading.get_native_id(), *(foreign_threads() if limited else ())], main)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._fifo = PrefetchQueue(worker)
 
     @staticmethod
     def unavailable() -> str | None:

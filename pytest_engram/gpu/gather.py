@@ -68,8 +68,13 @@ def _check(shard: Any, ids: Any, out: Any) -> None:
             raise _bad(seen, f"{dtype} {shape}, contiguous but for ids")
     if dim & (dim - 1) or dim < BLOCK:
         raise _bad(f"rows of {dim} values", f"a power of two from {BLOCK}")
-    if not 0 <= shard.end - shard.start <= rows:
-        raise _bad(f"ids [{shard.start}, {shard.end})", f"at most {rows} rows")
+    if not 0 <= shard.end - shard.start <= rows or shard.head_start < 0:
+        raise _bad(
+            f"ids [{shard.start}, {shard.end}), heads from {shard.head_start}", f"at most {rows} rows; head 0 on"
+        )
+    devices = {tensor.device for tensor, *_ in wanted.values()}
+    if len(devices) > 1:
+        raise _bad(f"tensors on {', '.join(sorted(map(str, devices)))}", "one device")
 
 
 def _bad(seen: str, expected: str) -> UsageError:

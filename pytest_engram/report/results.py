@@ -74,7 +74,10 @@ def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verd
     """The verdict that the evidence gives now; a stored one that differs in anything that decides is refused."""
     if result.stored is not None and result.evidence is None:
         seen = f"a stored {result.stored.status.value} in {result.run} without its evidence"
-        return absent(result.stored, "no-evidence", seen)
+        unproven, first = absent(result.stored, "no-evidence", seen), result.stored.gates[0]
+        if result.stored.status is first.status is Status.NOT_MEASURED:  # it claims nothing: why, the run knew best
+            return replace(unproven, gates=(replace(first, effects=()), *unproven.gates[1:]))
+        return unproven
     verdict = evaluate(result.evidence, prior=prior)
     before, after = _decisive(result.stored or verdict), _decisive(verdict)
     for key in {**before, **after}:

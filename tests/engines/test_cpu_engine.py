@@ -1,6 +1,7 @@
 """The CPU engine: right rows, one serial queue, real overlap, errors that surface."""
 
 import os
+import sys
 import threading
 import time
 from itertools import islice
@@ -246,9 +247,12 @@ def test_one_cpu_works_and_says_so(bench, monkeypatch):
 
 
 def test_foreign_cpu_is_refused(bench):
-    """CPUs that the kernel does not give are a placement error with the kernel's words."""
-    with pytest.raises(PlacementError, match="sched_setaffinity"):
-        bench.engine(cpus=(0, 100_000))
+    """CPUs that the kernel does not give are a placement error with the kernel's words, and nothing stays changed."""
+    before = os.sched_getaffinity(0), sys.getswitchinterval()
+    for cpus in ((min(before[0]), 100_000), (100_000, min(before[0]))):
+        with pytest.raises(PlacementError, match="sched_setaffinity"):
+            bench.engine(cpus=cpus)
+        assert (os.sched_getaffinity(0), sys.getswitchinterval()) == before
     assert not any(thread.name == "engram-prefetch" for thread in threading.enumerate())
     bench.engines.clear()
 

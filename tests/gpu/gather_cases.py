@@ -40,14 +40,14 @@ def synthetic(rows: int, **fields: int) -> TableShard:
     return shard_of(*synthetic_rows(0, rows, DIM, layer=0, seed=3), **fields)
 
 
-def run(shard: TableShard, ids: Any, *, cap: int | None = None) -> tuple[Any, Shape]:
+def run(shard: TableShard, ids: Any, *, cap: int | None = None, device: str = "cpu") -> tuple[Any, Shape]:
     """(u16 [T, local_heads, dim], launch) of the kernel, over a poisoned output."""
     out = torch.full((len(ids), shard.local_heads, shard.weight.shape[1]), POISON, dtype=torch.int16)
     table: Any = TableShard(
         weight=torch.from_numpy(shard.weight), scales=torch.from_numpy(shard.scales), start=shard.start,
         end=shard.end, head_start=shard.head_start, local_heads=shard.local_heads, total_heads=shard.total_heads,
     )  # fmt: skip
-    launch = lookup(table, torch.from_numpy(ids), out.view(torch.bfloat16), cap=cap)
+    launch = lookup(table, torch.from_numpy(ids).to(device), out.view(torch.bfloat16), cap=cap)
     return out.numpy().view(np.uint16), launch
 
 
@@ -119,6 +119,12 @@ def case_bounds() -> str | None:
     return compare(shard, ids) or (None if zero == expected else f"zeros {zero}")
 
 
+def case_a_table_without_rows() -> str | None:
+    """L3: a table without rows owns no id, so every row is zero."""
+    seen, _ = run(synthetic(0), np.array([[-1, 0, 1, 31]] * 5, dtype=np.int32))
+    return None if not seen.any() else "a row that does not exist was read"
+
+
 def case_padded_heads() -> str | None:
     """L4: 24 heads over 5 shards: the last shard has one padded head, which gives zeros."""
     ids = drawn(6, 400, 24)
@@ -178,6 +184,8 @@ def case_misread_shapes_are_refused() -> str | None:
         "flat ids": lambda: run(good, ids.ravel()),
         "few heads": lambda: run(good, ids[:, :2]),
         "more ids than rows": lambda: run(synthetic(32, end=33), ids),
+        "negative head": lambda: run(synthetic(32, head_start=-1), ids),
+        "two devices": lambda: run(good, ids, device="meta"),
         "no program": lambda: run(good, ids, cap=0),
         "strided table": lambda: run(shard_of(good.weight[::2], good.scales[::2]), ids),
         "short scales": lambda: run(shard_of(good.weight, good.scales[:16].copy()), ids),

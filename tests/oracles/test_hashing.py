@@ -141,6 +141,8 @@ def test_strides_do_not_matter() -> None:
         ({"token_ids": [1, 2, 3]}, "token_ids"),
         ({"token_ids": np.array([1, -1, 2], np.int32)}, "token_ids"),
         ({"token_ids": np.zeros((3, 1), np.int32)}, "token_ids"),
+        ({"token_ids": np.array(3, np.int32)}, "token_ids"),
+        ({"token_ids": None}, "token_ids"),
         ({"positions": np.zeros(3, np.int32)}, "positions"),
         ({"positions": np.array([0, 1, -2])}, "positions"),
         ({"positions": np.arange(4)}, "positions"),
@@ -153,6 +155,8 @@ def test_strides_do_not_matter() -> None:
         ({"query_start_loc": np.array([0, 2, 1, 3], np.int32), "window": np.zeros((3, 3), np.int32),
           "window_dead": np.zeros((3, 3), dtype=bool)}, "query_start_loc"),
         ({"query_start_loc": np.array([1, 3], np.int32)}, "query_start_loc"),
+        ({"query_start_loc": np.array([0, 3])}, "query_start_loc"),
+        ({"query_start_loc": np.array(3, np.int32)}, "query_start_loc"),
         ({"query_start_loc": np.array([0, 4], np.int32)}, "query_start_loc"),
         ({"query_start_loc": np.array([0], np.int32), "window": np.zeros((0, 3), np.int32),
           "window_dead": np.zeros((0, 3), dtype=bool)}, "query_start_loc"),
@@ -176,6 +180,15 @@ def test_too_large_ids_are_refused(field: str) -> None:
     getattr(batch, field).flat[0] = 129_280
     with pytest.raises(UsageError, match=f"{field}: id 129280; expected below 129280"):
         hash_ids(MODEL, batch, MAP)
+
+
+@pytest.mark.parametrize(
+    "token_map", [MAP.astype(np.int64), MAP.astype(np.float32), MAP[:, None], np.where(MAP == 7, -1, MAP)]
+)
+def test_other_token_maps_are_refused(token_map: Any) -> None:
+    """A map of another dtype or shape, or with a negative id, which would pass for DEAD_ID, is a usage error."""
+    with pytest.raises(UsageError, match=r"token_map: .*expected"):
+        hash_ids(MODEL, HashBatch.sequence([5]), token_map)
 
 
 def test_a_slot_cache_needs_slots_and_table() -> None:

@@ -128,6 +128,13 @@ def test_lookup_of_nothing() -> None:
     lookup_rows(_shard(), np.zeros((0, 4), np.int32), np.zeros((0, 4, 64), np.uint16))
 
 
+def test_lookup_in_nothing() -> None:
+    """L3: a table without rows owns no id, so every row is zero."""
+    out = np.full((2, 4, 64), 7, np.uint16)
+    lookup_rows(_shard(0), np.array([[-1, 0, 1000, 999]] * 2, np.int32), out)
+    assert not out.any()
+
+
 @pytest.mark.parametrize(
     ("ids", "out", "change"),
     [
@@ -142,10 +149,17 @@ def test_lookup_of_nothing() -> None:
             np.zeros((2, 4, 64), np.uint16),
             {"weight": np.zeros((300, 128), np.uint8)[:, ::2]},
         ),
+        ([[0] * 4] * 2, np.zeros((2, 4, 64), np.uint16), {}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"end": 1301}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"end": 999}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"head_start": -1}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"scales": np.zeros((299, 2), np.uint8)}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"scales": np.zeros((300, 2), np.int8)}),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4, 64), np.uint16), {"weight": bytearray(300 * 64)}),
     ],
 )
 def test_bad_lookups_are_refused(ids: Any, out: Any, change: dict[str, Any]) -> None:
-    """Wrong dtypes, shapes, a strided output or a strided table are usage errors."""
+    """Wrong types, dtypes, shapes, strided outputs or tables, and tables with fewer rows than ids are usage errors."""
     with pytest.raises(UsageError, match=r"row oracle: .*expected"):
         lookup_rows(_shard(**change), ids, out)
 

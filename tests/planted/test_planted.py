@@ -61,11 +61,12 @@ def test_one_wrong_row_stops_at_gate_0(judge):
 
 def test_identical_code_is_no_treatment(judge):
     """The same class on both arms is named as identical code and exits non-zero."""
-    code, output, verdict = judge("Slow")
+    code, output, verdict = judge("Slow", "--engram-pairs=6")
     assert code != 0, output
     assert (stopped_at(verdict), verdict["gates"][1]["reason"]) == (1, "identical-code")
 
 
+@pytest.mark.slow
 def test_renamed_code_moves_nothing(judge):
     """Identical behaviour under another name passes no gate that asks for an effect."""
     code, output, verdict = judge("SameAgain")
@@ -76,6 +77,6 @@ def test_renamed_code_moves_nothing(judge):
 
 def test_only_a_shorter_wait_stops_before_gate_4(judge):
     """A candidate that hides the wait at the main computation's cost fails gate 3."""
-    code, output, verdict = judge("OnlyShorterWait")
+    code, output, verdict = judge("OnlyShorterWait", "--engram-pairs=6")
     assert code == 10, output
     assert stopped_at(verdict) == 3

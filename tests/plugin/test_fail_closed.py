@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ PLACEMENT = ("suites/placement", "-m", "numa")
 
 
 def run(*arguments, cwd=ROOT):
-    """One pytest run in its own process."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    """One pytest run in its own process; its report goes to a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--engram-report={folder}", *arguments]
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def command(*arguments):

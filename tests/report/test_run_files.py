@@ -193,6 +193,16 @@ def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
     assert code == 12
 
 
+def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
+    """A run without evidence claims nothing: judged again it says why, and only NOT_MEASURED is taken at its word."""
+    why = {"reason": "too-few-memory-nodes", "observed": "needs two memory NUMA nodes, found one"}
+    for status, reason in (("NOT_MEASURED", "too-few-memory-nodes"), ("PASS", "no-evidence")):
+        write_run(tmp_path / status, [make_verdict(status, at=0, gate=why)], [])
+        (verdict,), code, _ = results.gate_files([tmp_path / status])
+        assert (verdict.status, verdict.gates[0].reason, code) == (Status.NOT_MEASURED, reason, 12)
+        assert {gate.status for gate in verdict.gates[1:]} == {Status.BLOCKED}
+
+
 def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
     """A3 sees A1 and B1 of its own run, whatever the order of the files."""
     run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]

@@ -1,15 +1,15 @@
 """The conformance table: how outcomes are told apart, and both vLLM releases in it."""
 
-import io
 import os
 from types import SimpleNamespace
 
 import pytest
 
+from pytest_engram import cli
 from pytest_engram.cases.case import Case, Finding
 from pytest_engram.checks import check, compact_cases, explain
 from pytest_engram.report import conformance as module
-from pytest_engram.report.conformance import conformance, conformance_main, render
+from pytest_engram.report.conformance import conformance, render
 
 
 def good(probe):
@@ -86,14 +86,14 @@ def test_every_engine_has_its_column_and_receipt():
 
 
 @pytest.mark.parametrize(("bad", "code"), [(wrong, 1), (good, 0)])
-def test_command_writes_the_table_and_tells_failure(monkeypatch, bad, code):
+def test_command_writes_the_table_and_tells_failure(monkeypatch, capsys, bad, code):
     """The command loads the named backends, writes their table, and returns 1 only if a line is broken."""
     monkeypatch.setattr(module, "CASES", [Case("one", "H1", "hash", run=bad, compact=False)])
     monkeypatch.setattr(module, "load_backend", backend)
-    out = io.StringIO()
-    assert conformance_main(["a@1", "a@2"], out) == code
-    assert line(out.getvalue(), "H1")[2].startswith("fail" if code else "pass")
-    assert "## a@2" in out.getvalue()
+    assert cli.main(["conformance", "a@1", "a@2"]) == code
+    printed = capsys.readouterr().out
+    assert line(printed, "H1")[2].startswith("fail" if code else "pass")
+    assert "## a@2" in printed
 
 
 @pytest.mark.parametrize("case", compact_cases(), ids=lambda case: f"{case.contract}-{case.name}")
