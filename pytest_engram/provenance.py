@@ -120,7 +120,15 @@ def _git(*arguments: str) -> str:
     if not (home / ".git").exists():
         raise NotMeasurable("no checkout around the package")
     command = [shutil.which("git") or "git", "--no-optional-locks", "-C", str(home), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise NotMeasurable(f"git {arguments[0]} ended with {done.returncode}")
+    return done.stdout.strip()
+
+
+def _dirty() -> bool:
+    """A checkout without a commit has nothing that it could differ from: unknown, not clean."""
+    return bool(_git("rev-parse", "HEAD") and _git("status", "--porcelain", "--untracked-files=no"))
 
 
 _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running interpreter
@@ -128,7 +136,7 @@ _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running inter
     "python": lambda _tree: platform.python_version(),
     **{f"package.{name}": partial(lambda name, _tree: metadata.version(name), name) for name in _PACKAGES},
     "git.commit": lambda _tree: _git("rev-parse", "HEAD"),
-    "git.dirty": lambda _tree: bool(_git("status", "--porcelain", "--untracked-files=no")),
+    "git.dirty": lambda _tree: _dirty(),
     "shm.size_bytes": lambda _tree: shutil.disk_usage(_SHM).total,
     "shm.free_bytes": lambda _tree: shutil.disk_usage(_SHM).free,
     "clock.gpu_sm_mhz": lambda _tree: Nvml().sm_clocks(),

@@ -68,6 +68,28 @@ def slot_kernel(tokens, dead, slots, token_map, cache, count, DEAD: tl.constexpr
     tl.store(cache + slot, value, live & (slot >= 0))
 
 
+@triton.jit
+def request_of(starts, at, requests, steps):
+    """H9: the upper bound of each token in the boundaries; what lies past the last one belongs to the last request."""
+    request = tl.zeros_like(at)
+    above = request + requests
+    for _ in range(steps):
+        middle = (request + above) // 2
+        left = request < above
+        right = left & (tl.load(starts + 1 + middle, left, other=0) <= at)
+        request = tl.where(right, middle + 1, request)
+        above = tl.where(right, above, middle)
+    return tl.minimum(request, requests - 1)
+
+
+@triton.jit
+def cached_ids(table, cache, request, back, width, block_size, num_slots):
+    """H12: what the owner of each position wrote, through the batch's block table."""
+    place = tl.minimum(tl.maximum(back, 0), width.to(tl.int64) * block_size - 1)
+    block = tl.load(table + request.to(tl.int64) * width + place // block_size).to(tl.int64)
+    return tl.load(cache + tl.minimum(tl.maximum(block * block_size + place % block_size, 0), num_slots - 1))
+
+
 @triton.jit(do_not_specialize=["count", "requests", "steps", "depth", "width", "block_size", "num_slots", "pad"])
 def hash_kernel(
     tokens, positions, starts, dead, window, window_dead, table, cache, token_map, multipliers, primes, offsets, out,
@@ -79,16 +101,7 @@ def hash_kernel(
     layer = tl.program_id(1)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = at < count
-    # H9: the upper bound of the token in the boundaries; what lies past the last one belongs to the last request.
-    request = tl.zeros([TILE], tl.int32)
-    above = request + requests
-    for _ in range(steps):
-        middle = (request + above) // 2
-        left = request < above
-        right = left & (tl.load(starts + 1 + middle, left, other=0) <= at)
-        request = tl.where(right, middle + 1, request)
-        above = tl.where(right, above, middle)
-    request = tl.minimum(request, requests - 1)
+    request = request_of(starts, at, requests, steps)
     position = tl.load(positions + at, live, other=0)
     first = tl.load(positions + tl.minimum(tl.load(starts + request), count - 1))
     head = tl.arange(0, WIDE)
@@ -106,9 +119,7 @@ def hash_kernel(
         value = tl.where(gone != 0, DEAD, tl.load(token_map + raw))
         other = tl.zeros([TILE], tl.int32) + pad
         if CACHED:
-            place = tl.minimum(tl.maximum(back, 0), width.to(tl.int64) * block_size - 1)
-            block = tl.load(table + request.to(tl.int64) * width + place // block_size).to(tl.int64)
-            other = tl.load(cache + tl.minimum(tl.maximum(block * block_size + place % block_size, 0), num_slots - 1))
+            other = cached_ids(table, cache, request, back, width, block_size, num_slots)
         value = tl.where(inside | known, value, other)
         blocked = blocked | (position < shift) | (value == DEAD)  # H6: this shift and every deeper one
         value = tl.where(blocked, pad, value).to(tl.uint64)

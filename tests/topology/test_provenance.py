@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_engram import provenance
 from pytest_engram.numa.cgroup import memory_limit, mount_at
 from pytest_engram.numa.tree import Tree
 from pytest_engram.provenance import FACTS, cgroup_headroom, collect, machine_fingerprint
@@ -34,6 +36,17 @@ def test_the_live_machine_is_collected() -> None:
     assert found["python"]["value"].count(".") == 2
     assert found["package.numpy"]["value"]
     assert found["cpuset.cpus"]["value"] in Path("/proc/self/status").read_text()
+
+
+def test_a_checkout_without_a_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither commit nor cleanliness is known before the first commit, and the reason names no path of the machine."""
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package" / "provenance.py"))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for name in ("git.commit", "git.dirty"):
+        assert collect()[name] == {"value": None, "reason": "git rev-parse ended with 128"}
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert collect()["git.dirty"] == {"value": False}
 
 
 def test_a_recorded_tree_never_borrows_from_the_live_interpreter(grow: Grow) -> None:
