@@ -12,10 +12,10 @@ gate: $(STAMP)
 	$(BIN)/pytest-engram doctor
 	$(BIN)/pytest suites -m "correctness or numa or overlap" -q --engram-gate=report --engram-report=$(RUN) --benchmark-json=$(RUN)/run.json
 
-# Measured tests run alone: two cores cannot time anything while they also run other tests.
+# Measured tests run alone: two cores cannot time anything while they also run other tests, or a second BLAS thread.
 test: $(TORCH)
-	$(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
-	$(BIN)/pytest tests -q -m "alone and not slow"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests -q -m "alone and not slow"
 
 # conformance first: a guest runs the engine's modules that it fetches.
 check: $(TORCH) conformance numa-guest
