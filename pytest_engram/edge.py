@@ -132,15 +132,17 @@ class Edge:
         gate = dict(getattr(report, "user_properties", ())).get(GATE_PROPERTY)  # a collection report has none
         if gate is None or report.when != "call" or report.skipped:
             return None
-        return report.outcome, gate[0], f"GATE {gate}"
+        category = report.outcome if report.failed or gate == Status.PASS.value else f"gate {gate}"
+        return category, gate[0], f"GATE {gate}"
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the run's files and set the exit code, once, in the controller."""
-        if self.worker or self.option("collectonly", default=False):
+        if self.worker or exitstatus in (3, 4) or self.option("collectonly", default=False):
             return
+        message = "interrupted before it ended: run it again" if exitstatus == 2 else "selected but never ran"
         for missing in sorted(self.session.selected - self.session.outcomes.keys()):
-            problem = Problem(code="never-ran", message="selected but never ran", status=Status.NOT_MEASURED)
+            problem = Problem(code="never-ran", message=message, status=Status.NOT_MEASURED)
             self.session.outcomes[missing] = Outcome(gates.not_measured(self.session.experiments[missing], problem))
         if self.session.outcomes:
             self._write()

@@ -18,6 +18,7 @@ from pytest_engram.backends import load_backend
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.gpu.nvml import gpu_sources
+from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Evidence, Experiment, Plan, Problem, Status, Topology, Verdict
 from pytest_engram.numa import capacity
 from pytest_engram.numa.topology import read_topology
@@ -165,8 +166,9 @@ def parse_requirements(text: str | None, known: dict[str, Experiment]) -> dict[s
 
 def check_numbers(rows: str | None, blocks: int | None) -> None:
     """Raise ``UsageError`` for a row count or a number of blocks that cannot be."""
-    if rows is not None and rows != "full" and not (rows.isdigit() and int(rows) > 0):
-        raise UsageError(repr(rows), code="bad-rows", where="--engram-rows", expected="a positive number, or full")
+    most = max(EngramLayout.deepseek_v41().num_embeddings)
+    if rows is not None and rows != "full" and not (rows.isdigit() and 0 < int(rows) <= most):
+        raise UsageError(repr(rows), code="bad-rows", where="--engram-rows", expected=f"1 to {most}, or full")
     if blocks is not None and blocks < schedule.MINIMUM_BLOCKS:
         raise UsageError(
             f"{blocks} blocks", code="too-few-blocks", where="--engram-pairs",
@@ -179,5 +181,7 @@ def parse_duration(text: str | None) -> float | None:
     match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text or "")
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if text is not None and not seconds:
-        raise UsageError(repr(text), code="bad-duration", expected="a positive time such as 90s, 10m or 1h")
+        raise UsageError(
+            repr(text), code="bad-duration", where="--engram-time-budget", expected="a time such as 90s or 10m"
+        )
     return seconds or None

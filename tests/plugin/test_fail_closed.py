@@ -174,7 +174,9 @@ def test_plain_projects_are_untouched(pytester):
         (["--engram-require=B1:7"], ["B1:7"]),
         (["--engram-time-budget=soon"], ["soon"]),
         (["--engram-pairs=3"], ["at least 6"]),
-        (["--engram-rows=many"], ["many"]),
+        (["--engram-rows=many"], ["many", "384016682"]),
+        (["--engram-rows=400000000000"], ["400000000000", "full"]),
+        (["--engram-time-budget=0"], ["--engram-time-budget"]),
         (["--engram-experiments=/no/such/file.yaml"], ["/no/such/file.yaml"]),
     ],
 )
