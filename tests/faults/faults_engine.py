@@ -198,7 +198,7 @@ def _private(table: Any) -> None:
 
 
 def _named(table: Any) -> None:
-    path = f"/dev/shm/pytest-engram-left-{os.getpid()}"
+    path = f"/dev/shm/planted-left-{os.getpid()}"
     with open(path, "wb") as file:
         file.truncate(table.nbytes)
     table.backing.close = partial(_unlink_late, path, table.backing.close)
