@@ -141,6 +141,7 @@ _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running inter
     "shm.free_bytes": lambda _tree: shutil.disk_usage(_SHM).free,
     "clock.gpu_sm_mhz": lambda _tree: Nvml().sm_clocks(),
     "clock.gpu_throttle": lambda _tree: Nvml().throttle_reasons(),
+    "pcie.kb_per_s": lambda _tree: Nvml().pcie_kb_per_s(),
 }
 FACTS: dict[str, Callable[[Tree], Any]] = {
     "kernel": _file("proc/sys/kernel/osrelease"),
@@ -168,4 +169,4 @@ FACTS: dict[str, Callable[[Tree], Any]] = {
     **_LIVE,
 }
 _CHANGING = {"git.dirty", "shm.free_bytes", "cgroup.paths", "cgroup.headroom", "clock.cpu_mhz", "clock.gpu_sm_mhz",
-             "clock.gpu_throttle", "load"}  # fmt: skip
+             "clock.gpu_throttle", "pcie.kb_per_s", "load"}  # fmt: skip

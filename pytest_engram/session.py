@@ -138,14 +138,20 @@ def check_ids(asked: Iterable[str], known: dict[str, Experiment]) -> None:
             raise UsageError(f"{name!r}", code="unknown-experiment", expected=f"one of {', '.join(known)}")
 
 
+_LARGE = 4 << 30  # bytes of a table whose bring-up takes long enough to want a word
+
+
 def _progress(tell: Callable[[str], None], plan: Plan) -> Callable[[str, Any], None]:
     """Turns the runner's events into lines that say where the schedule stands."""
-    numbers, total, start = count(1), len(plan.schedule), time.monotonic()
+    numbers, total, start, tenths = count(1), len(plan.schedule), time.monotonic(), [0]
 
     def show(kind: str, value: Any) -> None:
         if kind == "run" and (done := next(numbers)) <= total:  # the positive control stands in no schedule
             eta = (time.monotonic() - start) / done * (total - done)
             tell(run_line(plan.experiment.id, done, total, value, eta))
+        elif kind == "pages" and value[1] >= _LARGE and value[0] * 10 // value[1] > tenths[0]:
+            tenths[0] = value[0] * 10 // value[1]
+            tell(f"{plan.experiment.id}  pages placed {value[0] >> 20} of {value[1] >> 20} MiB")
 
     return show
 

@@ -178,4 +178,5 @@ def _gpu_state(platform: Platform) -> dict[str, float]:
     uuid = f"GPU-{platform.cuda.get_device_properties(platform.device).uuid}"
     pci = next((pci for pci, answer in library.memory_affinity().items() if answer.uuid == uuid), "")
     known = {"sm_mhz": library.sm_clocks().get(pci), "throttle_reasons": library.throttle_reasons().get(pci)}
+    known |= {f"pcie_{way}_kb_per_s": rate for way, rate in library.pcie_kb_per_s().get(pci, {}).items()}
     return {name: float(value) for name, value in known.items() if value is not None}

@@ -117,6 +117,14 @@ class Nvml(_Library):
         name, kind = "nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong
         return {pci: self.number(name, device, kind=kind) for pci, device in self._devices.items()}
 
+    def pcie_kb_per_s(self) -> dict[str, dict[str, int | None]]:
+        """PCI address → direction → KB/s over NVML's own window of 20 ms, None where the driver does not say."""
+        name, ways = "nvmlDeviceGetPcieThroughput", {"to_host": 0, "from_host": 1}
+        return {
+            pci: {way: self.number(name, device, ctypes.c_uint(counter)) for way, counter in ways.items()}
+            for pci, device in self._devices.items()
+        }
+
     def _describe(self, pci: str, device: Any) -> GpuAnswer:
         nodes, reason = self._near("nvmlDeviceGetMemoryAffinity", device)
         name, uuid = (self._text(f"nvmlDeviceGet{what}", device) for what in ("Name", "UUID"))

@@ -320,8 +320,9 @@ def test_drift_reports_only_what_was_read(fake_cuda: Any, monkeypatch: pytest.Mo
     library = SimpleNamespace(
         memory_affinity=lambda: answers, sm_clocks=lambda: {"pci:1": 345, "pci:2": 1980},
         throttle_reasons=lambda: {"pci:1": 4, "pci:2": None},
+        pcie_kb_per_s=lambda: {"pci:1": {"to_host": 3}, "pci:2": {"to_host": None, "from_host": 77}},
     )  # fmt: skip
     monkeypatch.setattr("pytest_engram.gpu.nvml.Nvml", lambda: library)
     found = SimpleNamespace(get_device_properties=lambda _device: SimpleNamespace(uuid="b"))
     here = cuda.Platform(found, SimpleNamespace(type="cuda"), None, None)  # type: ignore[arg-type]
-    assert cuda._gpu_state(here) == {"sm_mhz": 1980.0}
+    assert cuda._gpu_state(here) == {"sm_mhz": 1980.0, "pcie_from_host_kb_per_s": 77.0}

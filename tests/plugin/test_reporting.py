@@ -6,8 +6,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_engram import session
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -145,3 +148,14 @@ def test_failed_gates_keep_their_word(tmp_path):
     done = run(tmp_path, "-ra")
     assert "GATE FAIL test_one.py::test_one" in done.stdout, done.stdout
     assert properties(tmp_path)["test_one"]["engram_status"] == "FAIL"
+
+
+def test_a_large_table_says_how_far_it_is():
+    """Bring-up of a table of 4 GiB or more speaks at each tenth; a small one is over before it could."""
+    said, plan = [], SimpleNamespace(schedule=(), experiment=SimpleNamespace(id="B1"))
+    tell = session._progress(said.append, plan)
+    for done in range(41):
+        tell("pages", (done << 28, 40 << 28))
+        tell("pages", (done, 40))
+    assert len(said) == 10
+    assert said[-1] == "B1  pages placed 10240 of 10240 MiB"

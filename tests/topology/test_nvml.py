@@ -76,6 +76,7 @@ def nvml(**changes: Callable[..., Any] | None) -> Callable[[str], Any]:
         "nvmlDeviceGetNvLinkState": lambda _device, link, out: store(out, int(link.value < 4)),
         "nvmlDeviceGetP2PStatus": lambda _device, _peer, index, out: store(out, 0 if index.value == 2 else 4),
         "nvmlDeviceGetClockInfo": lambda device, kind, out: store(out, 1980 - device.value if kind.value == 1 else 7),
+        "nvmlDeviceGetPcieThroughput": lambda device, way, out: store(out, 5000 + 10 * way.value + device.value),
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _device, out: store(out, 1 << 40),
         "nvmlSystemGetCudaDriverVersion_v2": lambda out: store(out, 12090),
     }
@@ -134,6 +135,14 @@ def test_clocks_and_throttling_are_absent_where_the_driver_is_silent() -> None:
     assert library.sm_clocks() == {PCI[0]: 1880, PCI[1]: 1879}
     assert library.throttle_reasons() == {PCI[0]: 1 << 40, PCI[1]: 1 << 40}
     assert Nvml(nvml(nvmlDeviceGetClockInfo=None)).sm_clocks() == {PCI[0]: None, PCI[1]: None}
+
+
+def test_pcie_counters_have_a_direction() -> None:
+    """PCIe traffic in KB/s per direction; a counter that the driver lacks is None, never 0."""
+    base = int(Nvml(nvml()).pcie_kb_per_s()[PCI[0]]["to_host"] or 0)
+    assert Nvml(nvml()).pcie_kb_per_s()[PCI[0]] == {"to_host": base, "from_host": base + 10}
+    silent = Nvml(nvml(nvmlDeviceGetPcieThroughput=None)).pcie_kb_per_s()
+    assert silent[PCI[1]] == {"to_host": None, "from_host": None}
 
 
 def test_the_cuda_version_is_the_drivers() -> None:
