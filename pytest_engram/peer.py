@@ -76,7 +76,6 @@ class Peer:
         self.table.load(self._fill, group)
         self.table.audit(Moment.LOADED)
         self.views = table_views(self.table.buffer, self.layout)
-        self.regrouped = len({(p.backing, tuple(t.ranks for t in p.tables)) for p in plan.placements.values()}) > 1
         self.machine = machine_fingerprint(collect())
         self.engines: dict[str, Engine] = {}
         self.backends: dict[str, Backend] = {}
@@ -143,7 +142,7 @@ class Peer:
 
     def _check(self, arm: str, engine: Engine, settings: StepSettings, seed: int) -> tuple[CorrectnessSample, ...]:
         backend = self.backends[self.plan.backends[arm]]
-        cases = checks.compact_cases(regrouped=self.regrouped)
+        cases = checks.compact_cases(regrouped=self.plan.regrouped)
         contract = tuple(checks.check(backend, case, seed=seed, engine=self.plan.engine) for case in cases)
         batch = next(fixed_batches(self.plan.experiment.workload, seed, VOCABULARY, "low-reuse"))
         return (*contract, *checks.check_engine(engine, batch, settings, self.layout, self.token_map, self.plan.seed))

@@ -142,3 +142,8 @@ class Plan:
     deadline_s: float = 60.0
     user: dict[str, str] = field(default_factory=dict)  # a project's own entries in every fingerprint
     schema: int = SCHEMA_VERSION
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether the arms share or back their tables differently: storage and replay then stand in question too."""
+        return len({(p.backing, tuple(t.ranks for t in p.tables)) for p in self.placements.values()}) > 1
