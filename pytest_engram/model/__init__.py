@@ -23,6 +23,7 @@ from pytest_engram.model.observations import ServingSample as ServingSample
 from pytest_engram.model.observations import Span as Span
 from pytest_engram.model.observations import StartupSample as StartupSample
 from pytest_engram.model.observations import StepReceipt as StepReceipt
+from pytest_engram.model.observations import SweepSample as SweepSample
 from pytest_engram.model.observations import Timeline as Timeline
 from pytest_engram.model.observations import WorkerPolicy as WorkerPolicy
 from pytest_engram.model.requests import Experiment as Experiment
@@ -34,6 +35,7 @@ from pytest_engram.model.requests import ServingPlan as ServingPlan
 from pytest_engram.model.requests import Slo as Slo
 from pytest_engram.model.requests import TablePlan as TablePlan
 from pytest_engram.model.requests import Workload as Workload
+from pytest_engram.model.verdicts import Adjudication as Adjudication
 from pytest_engram.model.verdicts import Effect as Effect
 from pytest_engram.model.verdicts import GateResult as GateResult
 from pytest_engram.model.verdicts import Verdict as Verdict

@@ -166,6 +166,7 @@ class OverlapSample:
     resolution_ns: int
     source_bytes: int  # per step, read from the host
     staging_bytes: int  # per step, written for the consumer
+    alone_ns: tuple[int, ...] = ()  # ΣL_i of the same batches' lookups with no main compute beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,25 @@ class ComputeSample:
     main_ns: tuple[int, ...]
     communication_ns: tuple[int, ...] | None = None
     communication_absent: str | None = "one rank has no collectives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSample:
+    """Steps at one other batch size, or with fewer peers at work, in the arm's settings; explains, feeds no gate.
+
+    One entry per step: ``lookup_ns`` is ΣL_i and ``exposed_ns`` ΣE_i of marked steps, ``main_ns`` the main compute of
+    unmarked ones, ``quiet_main_ns`` that of the same batches when every lookup runs at its consumer, with nothing
+    beside it.  ``peers`` ranks worked at the same time.
+    """
+
+    rank: int
+    tokens: int
+    peers: int
+    lookup_ns: tuple[int, ...]
+    exposed_ns: tuple[int, ...]
+    main_ns: tuple[int, ...]
+    quiet_main_ns: tuple[int, ...]
+    source_bytes: int  # per step and rank, read from the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +243,7 @@ class RunRecord:
     startup: tuple[StartupSample, ...] = ()
     overlap: tuple[OverlapSample, ...] = ()
     compute: tuple[ComputeSample, ...] = ()
+    sweep: tuple[SweepSample, ...] = ()
     serving: tuple[ServingSample, ...] = ()
     drift: dict[str, float] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()

@@ -44,6 +44,9 @@ class Workload:
     rows: int = 0
     reuse: str = "low-reuse"  # or "repeated"
     gemms_per_layer: int = 2
+    sizes: tuple[int, ...] = ()  # further batches, tokens each, that every run measures beside ``tokens``
+    tensor_parallel: bool = False  # the ranks share the heads and gather the staged rows in every step
+    model: str = ""  # a preset: its entries stand where this workload gives none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,16 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adjudication:
+    """What the evidence says of one of the four hypotheses.  It explains; no gate reads it."""
+
+    number: int
+    statement: str
+    outcome: str  # "supported", "weakened" or "undecided"
+    lines: tuple[str, ...]  # the evidence, one finding per line; what is missing when undecided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
     """One rung of the ladder.  ``reason`` is machine-readable; the rest is for a person."""
 
