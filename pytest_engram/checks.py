@@ -20,16 +20,21 @@ from pytest_engram.cases.case import (
     rows_differ,
     source_rows,
 )
+from pytest_engram.cases.gate import GATE_CASES
 from pytest_engram.cases.hash import HASH_CASES
+from pytest_engram.cases.launch import LAUNCH_CASES
 from pytest_engram.cases.lookup import LOOKUP_CASES
 from pytest_engram.cases.prefetch import PREFETCH_CASES
 from pytest_engram.cases.slots import SLOT_CASES
 from pytest_engram.cases.storage import STORAGE_CASES
+from pytest_engram.errors import NotMeasurable
 from pytest_engram.hashing import DEAD_ID, EngramLayout, HashBatch, hash_ids
 from pytest_engram.model import CorrectnessSample
 from pytest_engram.rows import synthetic_at
 
-CASES: tuple[Case, ...] = (*HASH_CASES, *SLOT_CASES, *LOOKUP_CASES, *PREFETCH_CASES, *STORAGE_CASES)
+CASES: tuple[Case, ...] = (
+    *HASH_CASES, *SLOT_CASES, *LOOKUP_CASES, *GATE_CASES, *PREFETCH_CASES, *STORAGE_CASES, *LAUNCH_CASES
+)  # fmt: skip
 
 
 _STORAGE_IN_QUESTION = ("one-mapping", "loaded", "fresh-rows")
@@ -127,6 +132,8 @@ def _guarded(run: Callable[[], Finding | None]) -> Finding | None:
         return run()
     except Unsupported:
         raise
+    except NotMeasurable as absence:  # the backend's own word for "not here"
+        raise Unsupported(str(absence)) from absence
     except Exception as error:  # noqa: BLE001 - whatever the system under test raises
         return Finding(detail=f"{type(error).__name__}: {error}")
 

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--write-trace", type=Path, metavar="OUT", help="write the measured timelines for Perfetto")
     add("--baseline", type=Path, help="a result file whose cases must all be present")
     add("--require", metavar="B1:4,A3:1", help="gates that must be reached")
-    add("--markdown", type=Path, metavar="OUT", help="render the report again")
+    add("--markdown", type=Path, metavar="OUT", help="render the report again, figures beside it")
     add = command("calibrate", _calibrate, "how often the rules err, by simulation").add_argument
     add("--trials", type=int, default=10_000)
     add("--seed", type=int, default=20261)

@@ -85,8 +85,21 @@ def _machine(topology: Topology, provenance: Facts, say: Callable[[str], str]) -
     yield "hypervisor", topology.hypervisor or "none seen"
     yield "container", ", ".join(_value(provenance, "container") or ()) or "none seen"
     yield "may use", f"CPUs {format_list(topology.cpus_allowed)}, NUMA nodes {format_list(topology.mems_allowed)}"
+    yield "policy calls", _policy_calls(provenance)
     yield "cgroup room", _size(_value(provenance, "cgroup.headroom"), "no memory limit seen")
     yield from (("note", note) for note in topology.notes)
+
+
+def _policy_calls(provenance: Facts) -> str:
+    """The calls that work, and each that does not with its error; what they need stands once."""
+    calls: Mapping[str, str] = _value(provenance, "policy.calls") or {}
+    works = ", ".join(name for name, said in calls.items() if said == "works")
+    refused = [said.removeprefix("probe: ").partition("; expected ") for said in calls.values() if said != "works"]
+    if not refused:
+        done = "a page was bound to each allowed node, touched, and found there"
+        return f"{works} work: {done}" if works else _say(provenance, "policy.calls")
+    needs = f"; need {refused[0][2]}" if refused[0][2] else ""
+    return f"{'; '.join(head for head, *_ in refused)}{needs}; works: {works or 'none'}"
 
 
 def _knobs(provenance: Facts, say: Callable[[str], str]) -> Iterator[tuple[str, str]]:
@@ -98,6 +111,7 @@ def _knobs(provenance: Facts, say: Callable[[str], str]) -> Iterator[tuple[str, 
     yield "balancing", f"numa_balancing {say('numa_balancing')}"
     yield "memlock", say("limit.memlock")
     yield "driver", say("driver")
+    yield "socket link", say("perf.uncore").replace("unknown (", "not available (")
 
 
 def _node_table(topology: Topology) -> Iterator[str]:

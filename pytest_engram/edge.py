@@ -175,6 +175,8 @@ class Edge:
         terminalreporter.section("engram gates")
         markup, verdicts = terminal.colours(self.config.get_terminal_writer()), self.session.verdicts()
         ladders = [line for verdict in verdicts for line in (*terminal.ladder(verdict, markup=markup), "")]
+        evidences = [outcome.evidence for outcome in self.session.outcomes.values() if outcome.evidence is not None]
+        ladders += terminal.explained(verdicts, evidences)
         for line in (*ladders, *terminal.summary(verdicts, markup=markup), f"report: {self.folder}"):
             terminalreporter.write_line(line)
 

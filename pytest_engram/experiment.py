@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
 from functools import reduce
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -41,6 +42,7 @@ def load(path: Path) -> Experiment:
 def load_text(text: str, source: str) -> Experiment:
     """Like :func:`load`, from text; ``source`` names it in messages."""
     given = _Source(text, source)
+    given.overlay()
     for where, allowed in _unknown(given.tree, Experiment, ()):
         close = difflib.get_close_matches(str(where[-1]), allowed, 1)
         hint = f"{close[0]!r}? Allowed" if close else "one of"
@@ -69,6 +71,12 @@ def load_all(paths: Path | Iterable[Path]) -> dict[str, Experiment]:
         where = ", ".join(map(str, given))
         raise UsageError("no experiment", code="bad-experiment", where=where, expected="one YAML file per experiment")
     return loaded
+
+
+def models() -> dict[str, Path]:
+    """The presets that ``workload.model`` may name: shapes of real models and of machines that cannot hold one."""
+    folder = Path(str(resources.files("pytest_engram.fixtures") / "models"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _unknown(tree: Any, hint: Any, where: Where) -> Iterator[tuple[Where, list[str]]]:
@@ -101,6 +109,15 @@ class _Source:
         if not isinstance(node, yaml.MappingNode):
             self.refuse((), "an empty file" if node is None else "no mapping", "one experiment: keys and values")
         self.tree = self._value(node, ())
+
+    def overlay(self) -> None:
+        """Let the named model's entries stand where the workload gives none."""
+        work = self.tree.get("workload")
+        name = work.get("model") if isinstance(work, dict) else None
+        if isinstance(name, str) and name:
+            if name not in (known := models()):
+                self.refuse(("workload", "model"), repr(name), f"one of: {', '.join(known)}")
+            self.tree["workload"] = _Source(known[name].read_text(encoding="utf-8"), str(known[name])).tree | work
 
     def refuse(self, where: Where, seen: str, expected: str) -> NoReturn:
         """Raise the one error of this module, at the line of ``where`` or of its nearest ancestor."""

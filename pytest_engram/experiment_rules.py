@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pytest_engram.metrics import METRICS
 from pytest_engram.model import Claim, Experiment, MetricRule
 from pytest_engram.policies import POLICIES
-from pytest_engram.schedule import BASE, MINIMUM_BLOCKS, TWIN
+from pytest_engram.schedule import BASE, MINIMUM_BLOCKS, TWIN, base_arm
 
 Where = tuple[str | int, ...]
 Bound = tuple[Callable[[Any], object], str]  # what is valid, and how it is said
@@ -45,14 +45,23 @@ _VARIABLES: dict[str, Bound] = {
     "submission": (("early", "at_consumption").__contains__, "early or at_consumption"),
     "cap": (lambda cap: cap is None or (type(cap) is int and cap > 0), "null or a number of programs"),
     "backend": _NAME,
+    "wait": (("layer", "stream").__contains__, "layer (its own lookup) or stream (all that was submitted)"),
+    "inline_above": (lambda most: most is None or (type(most) is int and most > 0), "null or a number of tokens"),
+    "streams": (lambda count: type(count) is int and count in (1, 2), "1, or 2 as a negative control"),
+    "graph": (lambda on: type(on) is bool, "true (replay a CUDA graph) or false"),
 }
 _HELD: dict[str, Bound] = {
     "backing": _NAME,
+    "placement_by": (("order", "mount").__contains__, "order (ours) or mount (stock code, private mpol= mount)"),
     "grid": (("background", "foreground").__contains__, "background or foreground; B1 keeps the background grid"),
     "cpu_offload": (lambda on: on is True, "true: CPU offload off moves the weights; change `submission` instead"),
     "dp_shared_memory": (lambda on: on is True, "true: unsharing is no private-copy baseline of A3"),
 }  # fmt: skip
 SETTINGS = _VARIABLES | _HELD  # what an arm may change, and what all arms hold
+_DEFAULTS = {
+    "policy": "default", "backing": "tmpfs", "submission": "early", "cap": None, "wait": "layer", "inline_above": None,
+    "streams": 1, "graph": False, "placement_by": "order",
+}  # fmt: skip
 _SPAN: Bound = (lambda span: 1 <= span[0] <= span[1], "[least, most] with 1 ≤ least ≤ most")
 _POSITIVE: Bound = (lambda value: 0 < value < math.inf, "above 0 and finite")
 
@@ -70,6 +79,7 @@ _BOUNDS: dict[str, Bound] = {
     "mechanism": (bool, "at least one metric with the predicted direction"),
     **{f"workload.{name}": _from(1) for name in ("hidden", "layers", "tokens", "steps")},
     **{f"workload.{name}": _from(0) for name in ("warmup", "rows", "gemms_per_layer")},
+    "workload.sizes": (lambda sizes: all(sizes) and [*sizes] == sorted({*sizes}), "rising numbers of tokens"),
     "workload.reuse": (("low-reuse", "repeated").__contains__, "low-reuse or repeated"),
     **{f"serving.{name}": _from(1) for name in ("requests", "max_batch_tokens", "max_running", "max_waiting")},
     **{f"serving.{name}": _POSITIVE for name in ("rate", "timeout_s", "slo.ttft_ms", "slo.itl_ms")},
@@ -77,6 +87,11 @@ _BOUNDS: dict[str, Bound] = {
     "serving.arrivals": (("poisson", "fixed").__contains__, "poisson or fixed"),
 }  # fmt: skip
 RULE_LISTS = ("mechanism", "no_offset", "end_to_end", "guards")  # every second one tests for harm
+
+
+def settings(experiment: Experiment, arm: str) -> dict[str, Any]:
+    """All that ``arm`` runs with: its own change, what every arm holds, and the defaults of what nobody names."""
+    return {**_DEFAULTS, **experiment.hold, **experiment.arms[base_arm(arm)]}
 
 
 def faults(experiment: Experiment) -> Iterator[Fault]:
@@ -157,6 +172,9 @@ def _together(e: Experiment) -> Iterator[Fault]:
         (e.id in e.requires, "requires", "itself", "other experiments"),
         (e.blocks < needed, "blocks", f"{e.blocks} for {tests} tests that share {e.alpha:g}", f"at least {needed}"),
         *((True, name, "empty", "a metric: `claim: improves` is judged by all five gates") for name in gates),
+        (e.workload.tensor_parallel and e.ranks < 2, "ranks", e.ranks, "at least 2, which share the heads"),
+        (e.workload.tensor_parallel and e.serving is not None, "serving", "a load of its own for every rank",
+         "none: ranks that share the heads take every step together"),
         (placed and e.unit != "allocation", "unit", e.unit, "allocation: placement precedes the first page"),
         (e.positive_control and not placed, "positive_control", "true", "false: it is for placement only"),
         (not layers or layers != sorted({*layers} & {*range(depth)}), "workload.engram_layers", layers,

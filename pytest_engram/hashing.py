@@ -24,6 +24,7 @@ __all__ = [
     "dummy_ids",
     "hash_ids",
     "head_shard",
+    "padded_ids",
     "shard_rank",
     "synthetic_token_map",
     "window_row",
@@ -199,6 +200,17 @@ def dummy_ids(layout: EngramLayout, tokens: int) -> Int32:
     return np.full((tokens, len(layout.layer_ids), layout.columns), DEAD_ID, dtype=np.int32)
 
 
+def padded_ids(ids: Int32, tokens_across_dp: Sequence[int] | None, group: slice) -> Int32:
+    """A replica's ids [T, …] padded with ``DEAD_ID`` to the most tokens in its own sharing group of all replicas (L10).
+
+    Raises ``UsageError`` for more tokens than that, and where the counts are not known.
+    """
+    if tokens_across_dp is None or len(ids) > max(tokens_across_dp[group]):
+        raise _bad("ids", f"{len(ids)} tokens, counts {tokens_across_dp}", "at most the group's largest count")
+    short = max(tokens_across_dp[group]) - len(ids)
+    return np.concatenate([ids, np.full((short, *ids.shape[1:]), DEAD_ID, dtype=np.int32)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
     """Where the value of each shift comes from: the chunk, the window, the slot cache, the pad id (H7)."""
@@ -236,6 +248,8 @@ def _sources(layout: EngramLayout, batch: HashBatch, token_map: Int32, cache: Sl
     for name, ids in (("token_ids", batch.token_ids), ("window", batch.window), ("pad", np.array(layout.pad_token_id))):
         if ids.size and ids.max() >= len(token_map):
             raise _bad(name, f"id {ids.max()}", f"below {len(token_map)}, the length of the token map")
+    if cache is None and not batch.window.shape[1]:
+        raise _bad("window", "no columns and no slot cache", "a window (H20), −1 where it is unknown")
     own = np.where(batch.dead, np.int32(DEAD_ID), token_map[batch.token_ids])
     if cache is not None:
         if batch.slots is None or batch.block_table is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -139,6 +141,24 @@ def head_shard(primes: Int64, shards: int, rank: int) -> HeadShard:
 def shard_rank(tp_rank: int, dp_rank: int, dp_size: int) -> int:
     """Head order is TP-major, then DP inside (L8)."""
     return tp_rank * dp_size + dp_rank
+
+
+def parameter_name(tensor: str) -> str:
+    """The parameter that a checkpoint's tensor is loaded into: both names of an Engram scale mean one (L12)."""
+    module, _, kind = tensor.rpartition(".")
+    is_scale = module.endswith("engram.embed") and kind in {"scale", "weight_scale"}
+    return f"{module}.weight_scale_inv" if is_scale else tensor
+
+
+def sharing_group(nodes: Sequence[int], replica: int) -> int:
+    """How many DP replicas of ``replica`` ranks can share one table; ``nodes`` are the hosts of all ranks (S9).
+
+    A replica lies on one host, each host's replicas are neighbours, and every host has as many; else 1: no sharing.
+    """
+    replicas = [set(nodes[first : first + replica]) for first in range(0, len(nodes), replica)]
+    runs = [len(list(run)) for _, run in groupby(replicas)]
+    whole = len(nodes) % replica == 0 and all(len(hosts) == 1 for hosts in replicas)
+    return runs[0] if whole and len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1
 
 
 def _bad(seen: str, expected: str) -> UsageError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from pytest_engram.errors import UsageError
 from pytest_engram.layout import EngramLayout
@@ -24,13 +27,14 @@ class ByteLedger:
     """Bytes of one step on one rank, all Engram layers; ``None`` where the caller did not say the shapes.
 
     ``source`` is read from the host (FP8 values and scales of true heads), ``staging`` written for the consumer
-    (bf16, padded heads included), ``gather`` received from the other head shards, ``projection`` and ``gate`` the
-    activations that those two read and write.
+    (bf16, padded heads included), ``gather`` received from the other head shards in ``collectives`` collectives,
+    ``projection`` and ``gate`` the activations that those two read and write.
     """
 
     source: int
     staging: int
     gather: int
+    collectives: int = 0
     projection: int | None = None
     gate: int | None = None
 
@@ -69,23 +73,34 @@ def table_bytes(layout: EngramLayout) -> tuple[int, ...]:
     return tuple(rows * row_bytes(layout.head_dim, layout.block) for rows in layout.num_embeddings)
 
 
-def step_bytes(tokens: int, layout: EngramLayout, *, shards: int = 1, hidden: int | None = None) -> ByteLedger:
-    """The ledger of one step of ``tokens`` tokens with every layer's heads split over ``shards`` ranks.
+def step_bytes(
+    tokens: int, layout: EngramLayout, *, shards: int = 1, shard: int = 0, hidden: int | None = None
+) -> ByteLedger:
+    """The ledger of one step of ``tokens`` tokens on the rank of head shard ``shard`` of ``shards``.
 
-    ``source`` takes the fullest shard.  ``hidden`` is the width D of a single residual stream (float32).
+    Heads that pad the last shard are staged and gathered, and read from nowhere.  ``hidden`` is the width D of a
+    single residual stream (float32).
     """
     layers, dim, columns = len(layout.layer_ids), layout.head_dim, layout.columns
     local = -(-columns // shards)
+    true = max(0, min(local, columns - shard * local))
     staged = layers * staging_bytes(tokens, local, dim)
     read = layers * staging_bytes(tokens, columns, dim)
     wide = None if hidden is None else layers * tokens * hidden * 4
     return ByteLedger(
-        source=layers * source_bytes(tokens, local, dim, layout.block),
+        source=layers * source_bytes(tokens, true, dim, layout.block),
         staging=staged,
         gather=(shards - 1) * staged,
+        collectives=layers if shards > 1 else 0,
         projection=None if wide is None else read + 2 * wide,  # rows in, key and value out
         gate=None if wide is None else 4 * wide,  # hidden, key and value in, hidden out
     )
+
+
+def distinct_share(steps: Sequence[Any]) -> float:
+    """Share of distinct rows among all that several steps read; each step's ids int [T, L, H].  1.0 for no rows."""
+    ids = np.concatenate(steps)
+    return sum(len(np.unique(ids[:, layer])) for layer in range(ids.shape[1])) / ids.size if ids.size else 1.0
 
 
 def link_floor_s(source: int, bytes_per_second: float) -> float:

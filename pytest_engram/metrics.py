@@ -72,9 +72,19 @@ def meets(request: RequestRecord, slo: Slo) -> bool:
 
 def source_bandwidth(sample: OverlapSample) -> float | None:
     """Bytes per second that the lookups read from the host: source bytes of a step over its median ΣL_i."""
-    steps = [sum(times.kernel for times in _lookups(line)) for line in sample.timelines if line.lookups]
-    busy = median(steps) if steps else 0
-    return 1e9 * sample.source_bytes / busy if busy > 0 else None
+    busy = busy_ns(sample)
+    return 1e9 * sample.source_bytes / busy if busy else None
+
+
+def busy_ns(sample: OverlapSample) -> float | None:
+    """The median over the marked steps of ΣL_i; None without a lookup that took time."""
+    steps = [totals(line)[0] for line in sample.timelines if line.lookups]
+    return (median(steps) or None) if steps else None
+
+
+def totals(line: Timeline) -> tuple[int, int]:
+    """(ΣL_i, ΣE_i) of one marked step, in ns."""
+    return sum(times.kernel for times in _lookups(line)), sum(times.exposed for times in _lookups(line))
 
 
 def _needed(q: float) -> int:
@@ -144,6 +154,7 @@ METRICS: dict[str, Metric] = {
     "lookup": _overlap("kernel"),
     "queueing": _overlap("queueing"),
     "exposed_wait": _overlap("exposed", lambda waits: [sum(waits)]),  # ΣE_i: what a step's consumers still had to wait
+    "waited": _overlap("waited", lambda waits: [sum(waits)]),  # by the waits' own marks, whatever they waited for
     "source_bandwidth": Metric("overlap", lambda s: _median(map(source_bandwidth, s), _UNMARKED), "B/s", "up"),
     "main_compute": _compute("main_ns"),
     "step": _compute("step_ns"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from pytest_engram.experiment_rules import settings
 from pytest_engram.model import Experiment, Gpu, Problem, Status, Topology
 
 Engines = Mapping[str, str | None]  # each probed engine: None when it is ready, else the reason why not
@@ -32,8 +33,7 @@ def gate_limit(experiment: Experiment, gate: int, topology: Topology, engine: st
 
 def policies_of(experiment: Experiment) -> tuple[str, ...]:
     """The distinct placement policies that its arms ask for, in the order of the arms."""
-    settings = ({**experiment.hold, **arm} for arm in experiment.arms.values())
-    return tuple(dict.fromkeys(str(one["policy"]) for one in settings if "policy" in one))
+    return tuple(dict.fromkeys(str(settings(experiment, arm)["policy"]) for arm in experiment.arms))
 
 
 def named_nodes(policy: str) -> tuple[int, ...]:
@@ -51,6 +51,8 @@ def _first(experiment: Experiment, unmet: Unmet) -> Problem | None:
 def _unmet(experiment: Experiment, topology: Topology, engine: str, engines: Engines) -> Unmet:
     if engine == "cpu" and experiment.variable == "cap":
         yield "no-grid", "needs a GPU: the CPU engine has no grid to cap"
+    if engine == "cpu" and any(settings(experiment, arm)["graph"] for arm in experiment.arms):
+        yield "no-graph", "needs a GPU: the CPU engine has no graph to replay"
     if engine not in experiment.engines:
         yield "engine-excluded", f"runs on the {' or '.join(experiment.engines)} engine, not on {engine}"
     reason = engines.get(engine, None if engine == "cpu" else "it was not probed")

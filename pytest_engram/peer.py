@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from pytest_engram import checks, codec, ledger
+from pytest_engram import checks, codec, experiment_rules, ledger, metrics
 from pytest_engram.backends import load_backend, receipt_of
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.engines import backings, engine_class
-from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
-from pytest_engram.engines.tables import fill_table, table_bytes, table_views
+from pytest_engram.engines.collective import Collective
+from pytest_engram.engines.protocol import Engine, EngineSetup, StepResult, StepSettings
+from pytest_engram.engines.tables import WHOLE, fill_table, full_shards, table_bytes, table_views
+from pytest_engram.hashing import HashBatch, hash_ids
 from pytest_engram.model import (
     ComputeSample,
     CorrectnessSample,
@@ -33,11 +36,13 @@ from pytest_engram.model import (
     ScheduledRun,
     ServingSample,
     StartupSample,
+    SweepSample,
 )
+from pytest_engram.numa import mounts
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.pages import worker_policy
 from pytest_engram.numa.table import build_table
-from pytest_engram.planning import layout_for
+from pytest_engram.planning import layout_for, step_ledger
 from pytest_engram.provenance import collect, machine_fingerprint
 from pytest_engram.schedule import base_arm
 from pytest_engram.serving.loop import serve
@@ -45,6 +50,7 @@ from pytest_engram.serving.replay import fixed_batches, make_load
 from pytest_engram.tokens import synthetic_token_map
 
 VOCABULARY = 129_280  # token ids of the model's tokenizer
+_SWEEP_STEPS, _SWEEP_WARMUP, _ALONE = 5, 1, 4  # steps of each kind in a sweep's point, batches without main compute
 
 
 def main(group: Group, payload: Mapping[str, Any]) -> None:
@@ -64,44 +70,53 @@ class Peer:
     """A rank's table, engines and standing evidence."""
 
     def __init__(self, group: Group, plan: Plan, arm: str) -> None:
-        self.group, self.plan = group, plan
+        self.group, self.plan, self.work = group, plan, plan.experiment.workload
         self.layout = layout_for(plan)
+        self.shard = (group.rank, group.size) if self.work.tensor_parallel and group.size > 1 else WHOLE
+        self.part = self.shard if plan.placements[arm].notes else WHOLE  # a split gives each rank a table of its heads
         self.token_map = synthetic_token_map(self.layout.compressed_vocab, VOCABULARY)
         engine = engine_class(plan.engine)
         backings.install(plan.placements[arm].backing, group.rank)
+        self.machine = machine_fingerprint(collect())  # the machine's /dev/shm, before a private one hides it
+        by_mount = experiment_rules.settings(plan.experiment, arm)["placement_by"] == "mount"
+        mounted = [mounts.enter(group, plan.placements[arm])] if by_mount else []
         self.table = build_table(
-            group, plan.placements[arm], table_bytes(self.layout), register=engine.registrar(group.rank),
+            group, plan.placements[arm], table_bytes(self.layout, self.part), register=engine.registrar(group.rank),
             progress=lambda done, total: group.emit({"kind": "pages", "value": [done, total]}),
+            order="mounted" if by_mount else "placed",
         )  # fmt: skip
+        self.table.receipts[:0] = mounted
         self.table.load(self._fill, group)
         self.table.audit(Moment.LOADED)
-        self.views = table_views(self.table.buffer, self.layout)
-        self.machine = machine_fingerprint(collect())
+        self.views = table_views(self.table.buffer, self.layout, self.part)
+        self.collective = Collective(group, plan.engine, deadline_s=plan.deadline_s) if self.shard[1] > 1 else None
         self.engines: dict[str, Engine] = {}
         self.backends: dict[str, Backend] = {}
 
     def _fill(self, buffer: Any) -> None:
-        fill_table(buffer, self.layout, self.plan.seed, check=self.group.check)
+        fill_table(buffer, self.layout, self.plan.seed, shard=self.part, check=self.group.check)
 
     def close(self) -> None:
-        """Stop the engines, then release the table."""
+        """Stop the engines, release the table, then leave the collective, which may wait for a lost peer."""
         for engine in self.engines.values():
             engine.close()
         self.engines.clear()
         self.views = ()
         self.table.close()
+        if self.collective is not None:
+            self.collective.close()
 
     def engine(self, arm: str) -> Engine:
         """The engine of an arm; arms with the same backend share one, so that only the arm's variable differs."""
         spec = self.plan.backends[arm]
         if spec not in self.engines:
             self.backends[spec] = load_backend(spec)
-            serving = self.plan.experiment.serving
-            workload = self.plan.experiment.workload
+            serving, work, rank = self.plan.experiment.serving, self.work, self.group.rank
             setup = EngineSetup(
-                rank=self.group.rank, layout=self.layout, workload=workload, tables=self.views,
-                token_map=self.token_map, backend=self.backends[spec], cpus=self.plan.cpus[self.group.rank],
-                max_tokens=max(workload.tokens, serving.max_batch_tokens if serving else 0), seed=self.plan.seed,
+                rank=rank, layout=self.layout, workload=work, tables=self.views, token_map=self.token_map,
+                backend=self.backends[spec], cpus=self.plan.cpus[rank], seed=self.plan.seed, shard=self.shard,
+                max_tokens=max(work.tokens, *work.sizes, serving.max_batch_tokens if serving else 0),
+                gather=None if self.collective is None else self.collective.gather,
             )  # fmt: skip
             self.engines[spec] = engine_class(self.plan.engine)(setup)
         return self.engines[spec]
@@ -116,17 +131,20 @@ class Peer:
         time.sleep(self.plan.experiment.cooldown_s)
         self.group.barrier(step=f"run {run.index}")
         started, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.perf_counter()
+        engine.drift()  # what it counts between two calls starts here
         before = self._check(arm, engine, settings, run.index)
         overlap, compute = self._steps(engine, settings)
-        serving = self._serve(engine, settings)
+        serving, sweep, state = self._serve(engine, settings), tuple(self._sweep(engine, settings)), engine.drift()
         self.table.audit(Moment.REPLAYED)
         part = RunRecord(
             index=run.index, block=run.block, arm=run.arm, started_at=started,
             fingerprint=self._fingerprint(arm), correctness_before=before,
             correctness_after=self._check(arm, engine, settings, run.index + 1),
             placement=(PlacementSample(rank=self.group.rank, distributions=self._audits(),
-                                       worker=worker_policy(self.group.rank)),),
-            startup=self._startup(), overlap=overlap, compute=compute, serving=serving, drift=engine.drift(),
+                                       worker=worker_policy(self.group.rank, getattr(engine, "_staging", None))),),
+            startup=self._startup(), overlap=overlap, compute=compute, sweep=sweep, serving=serving,
+            drift={name: value for name, value in state.items() if not isinstance(value, str)},
+            drift_absent={name: why for name, why in state.items() if isinstance(why, str)},
             seconds=time.perf_counter() - clock,
         )  # fmt: skip
         parts = self.group.all_gather(codec.to_builtins(part), step=f"record {run.index}")
@@ -136,36 +154,87 @@ class Peer:
         return merged.correct
 
     def _settings(self, arm: str) -> StepSettings:
-        changed = {**self.plan.experiment.hold, **self.plan.experiment.arms[arm]}
-        cap = changed.get("cap")
-        return StepSettings(submission=str(changed.get("submission", "early")), cap=None if cap is None else int(cap))
+        chosen = experiment_rules.settings(self.plan.experiment, arm)
+        return StepSettings(**{field.name: chosen[field.name] for field in fields(StepSettings)})
 
     def _check(self, arm: str, engine: Engine, settings: StepSettings, seed: int) -> tuple[CorrectnessSample, ...]:
         backend = self.backends[self.plan.backends[arm]]
         cases = checks.compact_cases(regrouped=self.plan.regrouped)
         contract = tuple(checks.check(backend, case, seed=seed, engine=self.plan.engine) for case in cases)
-        batch = next(fixed_batches(self.plan.experiment.workload, seed, VOCABULARY, "low-reuse"))
+        batch = next(fixed_batches(self.work, seed, VOCABULARY, "low-reuse"))
         return (*contract, *checks.check_engine(engine, batch, settings, self.layout, self.token_map, self.plan.seed))
 
     def _steps(
         self, engine: Engine, settings: StepSettings
     ) -> tuple[tuple[OverlapSample, ...], tuple[ComputeSample, ...]]:
-        work, rank = self.plan.experiment.workload, self.group.rank
-        batches = fixed_batches(work, self.plan.seed, VOCABULARY, work.reuse)
+        work, rank, distinct = self.work, self.group.rank, self._distinct
+        batches = self._batches(work.tokens)
         for batch in islice(batches, work.warmup):
-            engine.step(batch, settings, marks=True)
-        marked = [engine.step(b, settings, marks=True, index=i) for i, b in enumerate(islice(batches, work.steps))]
+            engine.step(batch, settings, marks=True, output=False)
+        marked = _run(engine, islice(batches, work.steps), settings, marks=True)
+        alone = tuple(engine.alone_ns(batch, settings) for batch in islice(batches, _ALONE))
         self.group.barrier(step="unmarked steps")
-        plain = [engine.step(b, settings, marks=False, index=i) for i, b in enumerate(islice(batches, work.steps))]
-        lines = ledger.step_bytes(work.tokens, self.layout)
+        plain = _run(engine, islice(batches, work.steps), settings, marks=False)
+        lines = step_ledger(self.plan, self.shard[0])
         overlap = OverlapSample(
             rank=rank, state=work.reuse, resolution_ns=engine.resolution_ns,
             timelines=tuple(step.timeline for step in marked if step.timeline is not None),
-            source_bytes=lines.source, staging_bytes=lines.staging,
+            source_bytes=lines.source, staging_bytes=lines.staging, alone_ns=alone,
+            distinct_bytes=round(lines.source * distinct),
         )  # fmt: skip
-        step, main = zip(*((result.step_ns, result.main_ns) for result in plain), strict=True)
-        compute = ComputeSample(rank=rank, tokens=work.tokens, step_ns=step, main_ns=main)
-        return (overlap,), (compute,)
+        return (overlap,), (self._compute(plain),)
+
+    def _batches(self, tokens: int) -> Iterator[HashBatch]:
+        """The run's fixed batches: the ranks' own, unless they share the heads and so take every step together."""
+        seed = self.plan.seed + (0 if self.shard[1] > 1 else self.group.rank)
+        return fixed_batches(replace(self.work, tokens=tokens), seed, VOCABULARY, self.work.reuse)
+
+    @cached_property
+    def _distinct(self) -> float:
+        """Distinct rows as a share of all that the marked steps read; every run takes the same batches."""
+        batches = islice(self._batches(self.work.tokens), self.work.warmup, self.work.warmup + self.work.steps)
+        local = -(-self.layout.columns // self.shard[1])
+        own = slice(self.shard[0] * local, (self.shard[0] + 1) * local)
+        return ledger.distinct_share([hash_ids(self.layout, b, self.token_map)[:, :, own] for b in batches])
+
+    def _compute(self, plain: Sequence[StepResult]) -> ComputeSample:
+        gathered = [step.communication_ns for step in plain if step.communication_ns is not None]
+        alone = "one rank has no collectives" if self.group.size == 1 else "the ranks share no heads"
+        whole = bool(plain) and len(gathered) == len(plain)
+        return ComputeSample(
+            rank=self.group.rank, tokens=self.work.tokens, step_ns=tuple(step.step_ns for step in plain),
+            main_ns=tuple(step.main_ns for step in plain), communication_ns=tuple(gathered) if whole else None,
+            communication_absent=None if whole else "a step without its gather's time" if gathered else alone,
+        )  # fmt: skip
+
+    def _sweep(self, engine: Engine, settings: StepSettings) -> Iterator[SweepSample]:
+        """The other batch sizes with every rank at work; then 1, 2, 4 … and all ranks at the workload's own size.
+
+        Ranks that share the heads can only work together.
+        """
+        size = self.group.size
+        counts = [count for count in range(1, size + 1) if count == size or count & (count - 1) == 0]
+        points = [(tokens, size) for tokens in self.work.sizes]
+        points += [(self.work.tokens, count) for count in counts if 1 < size > self.shard[1]]
+        for tokens, peers in points:
+            self.group.barrier(step=f"sweep of {tokens} tokens, {peers} at work")
+            if self.group.rank < peers:
+                yield self._point(engine, settings, tokens, peers)
+        if points:
+            self.group.barrier(step="sweep")
+
+    def _point(self, engine: Engine, settings: StepSettings, tokens: int, peers: int) -> SweepSample:
+        batches, quiet = self._batches(tokens), replace(settings, submission="at_consumption")  # no row twice: caches
+        marked = _run(engine, islice(batches, _SWEEP_WARMUP + _SWEEP_STEPS), settings, marks=True)[_SWEEP_WARMUP:]
+        plain = _run(engine, islice(batches, _SWEEP_STEPS), settings, marks=False)
+        calm = plain if quiet == settings else _run(engine, islice(batches, _SWEEP_STEPS), quiet, marks=False)
+        lines = [step.timeline for step in marked if step.timeline is not None]
+        lookup, exposed = zip(*map(metrics.totals, lines), strict=True) if lines else ((), ())
+        return SweepSample(
+            rank=self.group.rank, tokens=tokens, peers=peers, lookup_ns=lookup, exposed_ns=exposed,
+            main_ns=tuple(step.main_ns for step in plain), quiet_main_ns=tuple(step.main_ns for step in calm),
+            source_bytes=step_ledger(self.plan, self.shard[0], tokens).source, timeline=lines[-1] if lines else None,
+        )  # fmt: skip
 
     def _serve(self, engine: Engine, settings: StepSettings) -> tuple[ServingSample, ...]:
         plan = self.plan.experiment.serving
@@ -190,43 +259,50 @@ class Peer:
 
     def _fingerprint(self, arm: str) -> dict[str, str]:
         """What this arm really ran: keys named after the variable may differ between arms, all others may not."""
-        experiment, placement = self.plan.experiment, self.plan.placements[arm]
-        settings = {**experiment.hold, **experiment.arms[arm]}
+        chosen, placement = experiment_rules.settings(self.plan.experiment, arm), self.plan.placements[arm]
         receipt = receipt_of(self.backends[self.plan.backends[arm]])
         return {
             **{f"machine.{key}": value for key, value in self.machine.items()},
             **{f"machine.user.{key}": value for key, value in self.plan.user.items()},
             **{f"backend.{key}": value for key, value in receipt.items()},
             "table.digest": self._digest(),
-            "table.bytes": str(self.table.nbytes),
+            "table.bytes": str(table_bytes(self.layout)),
             "policy": placement.policy,
+            "placement_by": chosen["placement_by"],
             "backing": placement.backing,
             "groups": str([list(table.ranks) for table in placement.tables]),
-            "submission": str(settings.get("submission", "early")),
-            "cap": str(settings.get("cap")),
+            **{field.name: str(chosen[field.name]) for field in fields(StepSettings)},
+            "shards": str(self.shard[1]),
             "engine": self.plan.engine,
             "ranks": str(self.group.size),
             "protocol": self.plan.protocol_hash,
         }
 
     def _digest(self) -> str:
-        """CRC of 1,024 rows spread over each layer's table; the full content is checked against the oracle."""
+        """CRC of 1,024 of this rank's rows per layer; the full content is checked against the oracle."""
         crc = 0
-        for weight, scales in self.views:
-            rows = np.linspace(0, len(weight) - 1, 1024).astype(np.int64)
-            crc = zlib.crc32(scales[rows].tobytes(), zlib.crc32(weight[rows].tobytes(), crc))
+        for own in full_shards(self.views, self.layout, self.shard):
+            rows = np.linspace(0, len(own.weight) - 1, 1024).astype(np.int64)
+            crc = zlib.crc32(own.scales[rows].tobytes(), zlib.crc32(own.weight[rows].tobytes(), crc))
         return f"{crc:08x}"
 
 
+def _run(engine: Engine, batches: Iterable[HashBatch], settings: StepSettings, *, marks: bool) -> list[StepResult]:
+    return [engine.step(one, settings, marks=marks, index=index, output=False) for index, one in enumerate(batches)]
+
+
 def _merge(parts: list[RunRecord]) -> RunRecord:
-    """One record of all ranks' samples; a key on which ranks differ is kept per rank."""
+    """One record of all ranks' samples; a key on which ranks differ is kept per rank, and so are their counters."""
     first = parts[0]
-    fingerprint = dict(first.fingerprint)
+    fingerprint, drift, absent = dict(first.fingerprint), dict(first.drift), dict(first.drift_absent)
     for rank, part in enumerate(parts[1:], 1):
         fingerprint |= {f"{k}@{rank}": v for k, v in part.fingerprint.items() if first.fingerprint.get(k) != v}
+        drift |= {f"rank{rank}.{name}": value for name, value in part.drift.items()}
+        absent |= {f"rank{rank}.{name}": why for name, why in part.drift_absent.items()}
     joined: dict[str, Any] = {
         field.name: tuple(sample for part in parts for sample in getattr(part, field.name))
         for field in fields(first)
         if isinstance(getattr(first, field.name), tuple)
     }
-    return replace(first, fingerprint=fingerprint, seconds=max(p.seconds for p in parts), **joined)
+    longest = max(part.seconds for part in parts)
+    return replace(first, fingerprint=fingerprint, seconds=longest, drift=drift, drift_absent=absent, **joined)

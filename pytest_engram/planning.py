@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_engram import gates, policies, schedule
+from pytest_engram import gates, ledger, policies, schedule
 from pytest_engram.errors import NotMeasurable, UsageError
+from pytest_engram.experiment_rules import settings
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Experiment, PlacementPlan, Plan, Topology
 from pytest_engram.needs import requirement
+from pytest_engram.numa.mounts import mount_policy
 
 ROW_BYTES = 264
 DEFAULT_TABLE_BYTES = 24 << 30
@@ -61,6 +63,13 @@ def layout_for(plan: Plan) -> EngramLayout:
     return EngramLayout.for_rows(plan.rows, layers=plan.experiment.workload.engram_layers)
 
 
+def step_ledger(plan: Plan, rank: int = 0, tokens: int | None = None) -> ledger.ByteLedger:
+    """The bytes of one step on ``rank``: of its head shard where the ranks share the heads, else of all."""
+    work, ranks = plan.experiment.workload, plan.experiment.ranks
+    shards, shard = (ranks, rank) if work.tensor_parallel else (1, 0)
+    return ledger.step_bytes(tokens or work.tokens, layout_for(plan), shards=shards, shard=shard, hidden=work.hidden)
+
+
 def table_rows(experiment: Experiment, topology: Topology, asked: int | str | None, *, copies: int) -> int:
     """Rows per Engram layer: as asked, or 24 GiB per table where that leaves every node most of its memory."""
     layers = len(experiment.workload.engram_layers)
@@ -85,13 +94,15 @@ def rank_cpus(topology: Topology, ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _placement(experiment: Experiment, arm: str, topology: Topology) -> PlacementPlan:
-    settings = {"policy": "default", "backing": "tmpfs", **experiment.hold, **experiment.arms[arm]}
+    chosen, shared = settings(experiment, arm), experiment.workload.tensor_parallel
     homes = [topology.node_of_cpu(cpus[0]) for cpus in rank_cpus(topology, experiment.ranks)]
-    policy, backing = str(settings["policy"]), str(settings["backing"])
+    policy, backing = str(chosen["policy"]), str(chosen["backing"])
     plan = policies.resolve(policy, topology, experiment.ranks, backing=backing, rank_nodes=homes)
-    if plan.notes:  # a split: the loop would measure a whole copy per rank instead
-        seen = f"the suite loop reads whole tables, no head shards; {'; '.join(plan.notes)}"
+    if plan.notes and not (shared and len(plan.tables) == experiment.ranks):  # a split
+        seen = f"ranks that share no heads would each read a whole copy; {'; '.join(plan.notes)}"
         raise NotMeasurable(seen, code="no-head-shards", who=experiment.id)
+    if chosen["placement_by"] == "mount":
+        mount_policy(plan)
     return plan
 
 

@@ -12,7 +12,7 @@ MARKERS = (
     "correctness: contract cases of the backend under test; no GPU needed",
     "numa: placement experiments A1 to A3, measured through all gates",
     "overlap: prefetch experiments B1 and B2, measured through all gates",
-    "serving: patch experiments (base against candidate) and recorded serving results",
+    "serving: patch experiments, base against candidate, measured through all gates",
     "gpu: needs a CUDA device",
     "multigpu(n): needs n CUDA devices",
     "slow: takes more than a minute",
@@ -35,7 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--engram-rows", metavar="N|full", help="rows per Engram layer (default: 24 GiB per table where it fits)")
     add("--engram-pairs", type=int, metavar="N", help="blocks per schedule instead of the experiment's own")
     add("--engram-seed", type=int, default=20261, metavar="N", help="seed of schedule, load and table content")
-    add("--engram-serving-results", nargs="+", metavar="FILE", help="recorded serving results to read")
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:

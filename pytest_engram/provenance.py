@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.gpu.nvml import Nvml
-from pytest_engram.numa.cgroup import Mount, cgroup_headroom, cgroup_paths, memory_limit, mount_at
+from pytest_engram.numa import _syscalls, procfs
+from pytest_engram.numa.cgroup import cgroup_headroom, cgroup_paths, memory_limit
 from pytest_engram.numa.topology import read_hypervisor
 from pytest_engram.numa.tree import Tree
 
@@ -23,6 +24,7 @@ Value = TypeVar("Value")
 
 _SHM = "/dev/shm"  # noqa: S108 - the place under test, not a scratch file
 _THP = "sys/kernel/mm/transparent_hugepage"
+_PMU = "sys/bus/event_source/devices"
 _PACKAGES = ("pytest-engram", "numpy", "torch", "triton", "vllm", "sglang", "scipy", "msgspec", "pytest",
              "pytest-benchmark", "pytest-xdist")  # fmt: skip
 
@@ -82,14 +84,9 @@ def _thp_sizes(tree: Tree) -> dict[str, str] | None:
     return {size: "/".join(chosen(f"hugepages-{size}/{knob}") for knob in knobs) for size in sizes} or None
 
 
-def _shm(tree: Tree) -> Mount:
-    return _known(mount_at(tree, _SHM), f"nothing is mounted on {_SHM}")
-
-
-def _shm_option(name: str, default: str) -> Callable[[Tree], str]:
-    """A tmpfs option; node lists hold commas themselves (``mpol=bind:0,2``)."""
-    pattern = rf"(?:^|,){name}=([^,]+(?:,\d[\d-]*)*)"
-    return lambda tree: next(iter(re.findall(pattern, _shm(tree).super_options)), default)
+def _shm(tree: Tree) -> procfs.Mount:
+    found = procfs.mount_of(_SHM, procfs.parse_mounts(tree.text("proc/self/mountinfo") or ""))
+    return _known(found if found and found.point == _SHM else None, f"nothing is mounted on {_SHM}")
 
 
 def _namespace(name: str, tree: Tree) -> str:
@@ -131,8 +128,20 @@ def _dirty() -> bool:
     return bool(_git("rev-parse", "HEAD") and _git("status", "--porcelain", "--untracked-files=no"))
 
 
+def _uncore(tree: Tree) -> str:
+    """Counters of the link between sockets; this suite reads none, so no verdict speaks of cross-socket traffic."""
+    boxes = tree.names(_PMU, r"(uncore_(upi|qpi|imc)|amd_(df|umc)|arm_cmn|nvidia_(scf|pcie|cnvlink)_pmu)(_\d+)*")
+    if not boxes:
+        raise NotMeasurable(
+            f"no uncore or fabric unit in /{_PMU}: a virtual machine hides them, or no driver is loaded"
+        )
+    paranoid = tree.number("proc/sys/kernel/perf_event_paranoid")
+    return f"{', '.join(boxes)}; perf_event_paranoid {paranoid}; not read here: their events differ by CPU model"
+
+
 _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running interpreter
     "cuda": lambda _tree: Nvml().cuda_version(),
+    "policy.calls": lambda _tree: _syscalls.probe_calls(),
     "python": lambda _tree: platform.python_version(),
     **{f"package.{name}": partial(lambda name, _tree: metadata.version(name), name) for name in _PACKAGES},
     "git.commit": lambda _tree: _git("rev-parse", "HEAD"),
@@ -149,14 +158,15 @@ FACTS: dict[str, Callable[[Tree], Any]] = {
     "hypervisor": lambda tree: read_hypervisor(tree) or "none seen",
     "container": _container,
     "driver": _file("proc/driver/nvidia/version", r"^NVRM version:.*?\s(\d{3,}\.[\d.]+)\s"),
-    "shm.mount": lambda tree: "{3} {2} {4}".format(*_shm(tree)),
-    "shm.mpol": _shm_option("mpol", "default"),
-    "shm.huge": _shm_option("huge", "never"),
+    "shm.mount": lambda tree: "{0.kind} {0.options} {0.super_options}".format(_shm(tree)),
+    "shm.mpol": lambda tree: _shm(tree).option("mpol"),
+    "shm.huge": lambda tree: _shm(tree).option("huge", "never"),
     "thp.enabled": _file(f"{_THP}/enabled", r"\[(.+?)\]"),
     "thp.shmem_enabled": _file(f"{_THP}/shmem_enabled", r"\[(.+?)\]"),
     "thp.sizes": _thp_sizes,
     "numa_balancing": _file("proc/sys/kernel/numa_balancing", kind=int),
     "vm.max_map_count": _file("proc/sys/vm/max_map_count", kind=int),
+    "perf.uncore": _uncore,
     "cpuset.cpus": _file("proc/self/status", r"^Cpus_allowed_list:\s*(\S+)"),
     "cpuset.mems": _file("proc/self/status", r"^Mems_allowed_list:\s*(\S+)"),
     "cgroup.paths": cgroup_paths,
@@ -168,5 +178,5 @@ FACTS: dict[str, Callable[[Tree], Any]] = {
     "load": _file("proc/loadavg", r"^(\S+ \S+ \S+)"),
     **_LIVE,
 }
-_CHANGING = {"git.dirty", "shm.free_bytes", "cgroup.paths", "cgroup.headroom", "clock.cpu_mhz", "clock.gpu_sm_mhz",
-             "clock.gpu_throttle", "pcie.kb_per_s", "load"}  # fmt: skip
+_CHANGING = {"git.dirty", "shm.free_bytes", "cgroup.paths", "cgroup.headroom", "policy.calls", "clock.cpu_mhz",
+             "clock.gpu_sm_mhz", "clock.gpu_throttle", "pcie.kb_per_s", "load"}  # fmt: skip

@@ -15,7 +15,7 @@ Bf16 = NDArray[np.uint16]  # bit patterns
 
 QUIET_NAN = 0x7FC0  # every NaN this oracle makes; compare with same_bits, which takes all NaN patterns as equal
 
-_BLOCK = 64  # rows per pass: indices and gathered bytes stay in the L1 and L2 caches
+_BLOCK = 512  # rows per pass: few enough for the caches, many enough that numpy's calls cost nothing
 _LEAST_SCALE, _SCALES = 120, 14  # synthetic scale bytes 120 … 133, upstream's own test range
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # splitmix64
 
@@ -71,8 +71,8 @@ def decode_rows(weight: Bytes, scales: Bytes, out: Bf16 | None = None) -> Bf16:
     for first in range(0, count, _BLOCK):
         part = slice(first, min(first + _BLOCK, count))
         here = index[: part.stop - first]
-        here[...] = weight[part].reshape(here.shape)
-        here += (scales[part].astype(np.uint16) << np.uint16(8))[:, :, None]
+        high = scales[part].astype(np.uint16) << np.uint16(8)
+        np.bitwise_or(weight[part].reshape(here.shape), high[:, :, None], out=here)
         np.take(product_table(), here, out=result[part].reshape(here.shape), mode="clip")
     return result
 
@@ -137,8 +137,11 @@ def gated_residual(
 
     ``hidden``, ``key``, ``value`` float [T, D]; ``query_norm``, ``key_norm`` float [D]; ``keep`` bool [T] shuts the
     gate where False, so those hidden states pass unchanged.  eps 1e-20, clamp 1e-6; ``xp`` is numpy or torch.
+    Raises ``UsageError`` for another mask, which would be broadcast.
     """
     dim = hidden.shape[-1]
+    if keep is not None and (not str(keep.dtype).endswith("bool") or keep.shape != hidden.shape[:-1]):
+        raise _bad(f"keep {keep.dtype} {tuple(keep.shape)}", f"bool {tuple(hidden.shape[:-1])}")
     hidden_rms, key_rms = (xp.sqrt((each * each).sum(-1) / dim + 1e-20) for each in (hidden, key))
     dot = (hidden * query_norm * key_norm * key).sum(-1) / hidden_rms / key_rms / dim**0.5
     root = xp.sqrt(abs(dot).clip(min=1e-6))
@@ -146,6 +149,17 @@ def gated_residual(
     if keep is not None:
         gate = gate * keep
     return hidden + gate[..., None] * value
+
+
+def project(rows: Bf16, wkv: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(key, value) [T, D] of staged ``rows`` u16 [T, H, dim] through ``wkv`` float [H × dim, 2 D], the key first.
+
+    A token's rows are one vector, head after head, as the model's ``wkv`` layer takes them; ``wkv``'s precision counts.
+    """
+    bits = rows.astype(np.uint32) << np.uint32(16)
+    flat = bits.reshape(len(rows), len(wkv)).view(np.float32)
+    both = flat.astype(wkv.dtype) @ wkv
+    return both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
 
 
 def _bad(seen: str, expected: str) -> UsageError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_engram import codec
 from pytest_engram.engines import engine_class
-from pytest_engram.errors import EngramError
+from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.gpu.nvml import gpu_sources
 from pytest_engram.model import Evidence, Plan, Problem, RunRecord, ScheduledRun, Status
 from pytest_engram.numa.topology import read_topology
@@ -85,9 +85,10 @@ def _run_world(
     try:
         launch(PEER, payload, ranks, deadline_s=plan.deadline_s, on_event=on_event)
     except EngramError as error:
-        return done, Problem(
-            code=error.code, message=str(error), who=error.who or "", where=error.where or "", status=Status.INVALID
-        )
+        absent = any(isinstance(one, NotMeasurable) for one in (error, error.__cause__))  # a rank's own is the cause
+        status = Status.NOT_MEASURED if absent else Status.INVALID
+        who, where = error.who or "", error.where or ""
+        return done, Problem(code=error.code, message=str(error), who=who, where=where, status=status)
     return done, None
 
 

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import array
 import bisect
-import errno
 import os
-import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from pytest_engram.audit.reading import (
-    ENGRAM,
-    PAGE,
-    SHM,
-    Limits,
-    Source,
-    Span,
-    Worker,
-    node_bytes,
-    problem,
-    read_worker,
-)
+from pytest_engram.audit.reading import ENGRAM, PAGE, SHM, Limits, Source, Span, Worker, problem, read_worker
 from pytest_engram.model import Problem, Status, Topology
-from pytest_engram.numa import _syscalls, pages
+from pytest_engram.numa import pages
 from pytest_engram.numa.tree import parse_list
 
 UNMAPPED = -(1 << 30)  # no errno: this worker does not map the page, and any answer wins over that
 REMOTE = 0.05  # share of a table's pages away from its GPU that is a finding, beyond the sampling bound
-_HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
 _METRICS = {"time_to_first_token": "ttft", "inter_token_latency": "itl", "time_per_output_token": "itl"}
 NOT_PROVEN = (
     "that a table is slow or that moving it helps: pages say where reads go, not what they cost",
@@ -112,19 +98,6 @@ def look(
     )  # fmt: skip
 
 
-def offsets(low: int, high: int, limit: int, key: str) -> tuple[Sequence[int], float]:
-    """(Page offsets to ask about, 95 % bound on a node's share): all, or one at random out of each of ``limit`` strata.
-
-    A fixed stride would alias with interleaving.  The bound is 1.96·√(0.25 / limit), the binomial worst case.
-    """
-    count = -(-(high - low) // PAGE)
-    if not limit or count <= limit:
-        return range(low, high, PAGE), 0.0
-    draw = random.Random(key).random  # noqa: S311 - seeded, so that two looks ask about the same pages
-    chosen = (low + int((stratum + draw()) * count / limit) * PAGE for stratum in range(limit))
-    return array.array("Q", chosen), 0.98 / limit**0.5
-
-
 def ask(source: Source, pid: int, spans: Sequence[Span], where: Sequence[int]) -> array.array[int]:
     """One node or -errno per offset in ``where`` (ascending), in bounded calls; raises ``OSError``."""
     found = array.array("i", [UNMAPPED]) * len(where)
@@ -132,13 +105,9 @@ def ask(source: Source, pid: int, spans: Sequence[Span], where: Sequence[int]) -
         low, high = (bisect.bisect_left(where, at) for at in (span.offset, span.offset + span.end - span.start))
         for first in range(low, high, pages.CHUNK_PAGES):
             chunk = where[first : min(first + pages.CHUNK_PAGES, high)]
-            answer = array.array("i", source.status(pid, [at + span.start - span.offset for at in chunk]))
-            found[first : first + len(chunk)] = array.array("i", map(_answered, answer))
+            answer = source.status(pid, [at + span.start - span.offset for at in chunk])
+            found[first : first + len(chunk)] = array.array("i", answer)
     return found
-
-
-def _answered(status: int) -> int:
-    return -errno.ENODATA if status == _syscalls.UNANSWERED else status
 
 
 def read_tables(
@@ -151,7 +120,7 @@ def read_tables(
         own = {pid: [span for span in by_pid[pid].spans if span.key == key] for _, pid in members}
         spans = [span for some in own.values() for span in some]
         low, high = min(one.offset for one in spans), max(one.offset + one.end - one.start for one in spans)
-        where, bound = offsets(low, high, limit, key)
+        where = pages.strata(range(low, high, PAGE), limit, key)
         merged, views = array.array("i", [UNMAPPED]) * len(where), []
         for pid, some in own.items():
             try:
@@ -161,32 +130,24 @@ def read_tables(
                 continue
             merged = array.array("i", map(max, merged, found))  # a node wins over every reason
             views.append(_view(by_pid[pid], some, found))
-        placed, unplaced = _counts(merged)
+        placed, unplaced = pages.split(Counter(merged))
         tables.append(Table(key=key, kind=spans[0].kind, name=spans[0].name, nbytes=high - low, asked=len(where),
-                            bound=bound, pages=placed, unplaced=unplaced, views=tuple(views)))  # fmt: skip
+                            bound=pages.bound(where), pages=placed, unplaced=unplaced, views=tuple(views)))  # fmt: skip
     return tables, problems
 
 
-def _counts(found: array.array[int]) -> tuple[dict[int, int], dict[str, int]]:
-    counts = sorted(Counter(found).items())
-    unplaced = {errno.errorcode.get(-status, "UNMAPPED"): count for status, count in counts if status < 0}
-    return {status: count for status, count in counts if status >= 0}, unplaced
-
-
 def _view(worker: Worker, spans: Sequence[Span], found: array.array[int]) -> View:
-    placed, unplaced = _counts(found)
-    kb = [span.kb for span in spans if span.kb]
-    page_kb = max((one["KernelPageSize"] for one in kb), default=None)
-    huge = sum(one.get(name, 0) for one in kb for name in _HUGE)
-    mapped = sum(one.get(name, 0) for one in kb for name in ("Rss", "Shared_Hugetlb", "Private_Hugetlb"))
+    placed, unplaced = pages.split(Counter(found))
+    page_kb = max((span.kb["KernelPageSize"] for span in spans if span.kb), default=None)
+    huge, mapped = (pages.sum_kb(spans, names) or 0 for names in (pages.HUGE, pages.MAPPED))
     lines = [span.line for span in spans if span.line]
     known = worker.node is not None and placed
     return View(
         pid=worker.pid, pages=placed, unplaced=unplaced, page_kb=page_kb, huge_share=huge / mapped if mapped else None,
         remote=1 - placed.get(worker.node or 0, 0) / sum(placed.values()) if known else None,
-        pss_bytes=sum(one["Pss"] for one in kb) << 10 if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
+        pss_bytes=pages.sum_kb(spans, ("Pss",)) if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
         policy_shown=", ".join(sorted({line.policy for line in lines})) or None,
-        numa_maps_bytes=node_bytes(lines) if lines else None,
+        numa_maps_bytes=pages.node_bytes(lines) if lines else None,
     )  # fmt: skip
 
 
@@ -286,6 +247,9 @@ def _evidence(source: Source, workers: Sequence[Worker], tables: Sequence[Table]
     yield f"kernel.numa_balancing {source.tree.text('proc/sys/kernel/numa_balancing') or 'unknown'}"
     for table in (table for table in tables if table.bound):
         yield f"{table.name}: {table.asked} of {table.nbytes // PAGE} pages, one per stratum, ±{table.bound:.2%} (95 %)"
+    for worker in (worker for worker in workers if worker.node is None):
+        why = f"its GPUs {worker.gpus} name no single node" if worker.gpus else "it maps no GPU"
+        yield f"worker {worker.pid}: near and remote pages are not told apart, {why}"
     for one in (gap for worker in workers for gap in worker.problems):
         yield f"{one.who}, {one.where} not read: {one.message}"
 

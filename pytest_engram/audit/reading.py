@@ -10,7 +10,7 @@ import errno
 import mmap
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from pytest_engram import probe
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.model import Problem, Status, Topology
-from pytest_engram.numa import _syscalls, procfs
+from pytest_engram.numa import _syscalls, pages, procfs
 from pytest_engram.numa.tree import Tree
 
 PAGE = mmap.PAGESIZE
@@ -153,7 +153,7 @@ def read_worker(source: Source, pid: int, limits: Limits, topology: Topology) ->
     return Worker(
         pid=pid, title=titles[0], cpus=status.get("Cpus_allowed_list"), mems=status.get("Mems_allowed_list"),
         task_policy=attempt("task policy", lambda: _task_policy(source, pid, vmas, spans)) if vmas else None,
-        shm=attempt("mounts", lambda: _shm(source.text(pid, "mounts"))), gpus=_gpus(source.tree, vmas, topology),
+        shm=attempt("mountinfo", lambda: _shm(source.text(pid, "mountinfo"))), gpus=_gpus(source.tree, vmas, topology),
         visible=names.get("CUDA_VISIBLE_DEVICES"), engine=engine[1] if engine else None,
         asked=_asked([*titles, f"numactl {names.get(_WRAPPED, '')}"]), numastat=numastat,
         spans=tuple(one for one in spans if one.kind != "anonymous" or not one.kb or one.kb.get("AnonHugePages")),
@@ -191,7 +191,7 @@ def _spans(
     )
     maps = attempt("numa_maps", numa_maps, {}) if limits.numa_maps else {}
     spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in spans]
-    return spans, node_bytes(maps.values()) if maps else None
+    return spans, pages.node_bytes(maps.values()) if maps else None
 
 
 def _environment(text: str) -> dict[str, str]:
@@ -258,14 +258,6 @@ def _clipped(pid: int, vmas: Sequence[procfs.Vma], record: dict[str, Any]) -> li
     return [replace(part, key=key) for part in parts]
 
 
-def node_bytes(lines: Iterable[procfs.NumaMapsLine]) -> dict[int, int]:
-    """Bytes per node, as numastat counts them: each mapping in its own page size."""
-    total: Counter[int] = Counter()
-    for line in lines:
-        total.update({node: count * (line.page_bytes or 0) for node, count in line.pages.items()})
-    return dict(sorted(total.items()))
-
-
 def _task_policy(source: Source, pid: int, vmas: Sequence[procfs.Vma], spans: Sequence[Span]) -> str:
     """The word at [heap], which has no policy of its own and so shows the task's; reading stops there."""
     heap = next((vma.start for vma in vmas if vma.path == "[heap]"), None)
@@ -283,5 +275,4 @@ def _shm(mounts: str) -> str | None:
     mount = procfs.mount_of(SHM, procfs.parse_mounts(mounts))
     if mount is None:
         return None
-    shown = ("size", "huge", "mpol")
-    return " ".join([mount.point, mount.kind, *(f"{name}={mount.options.get(name, 'default')}" for name in shown)])
+    return " ".join([mount.point, mount.kind, *(f"{name}={mount.option(name)}" for name in ("size", "huge", "mpol"))])

@@ -12,6 +12,8 @@ from pytest_engram.backends.protocol import CAPABILITIES, Backend
 from pytest_engram.errors import EngramError, UsageError
 
 GROUP = "pytest_engram.backends"
+_MEMBERS = ("name", "engines", "capabilities", "differences", "receipt")
+_METHODS = {"hash": "hasher", "slot-cache": "hasher", "lookup": "lookup", "shards": "lookup", "gate": "gate"}
 _BUILT_IN = {  # also from an uninstalled checkout
     "reference": "pytest_engram.backends.reference:ReferenceBackend",
     "vllm": "pytest_engram.backends.vllm:VllmBackend",
@@ -46,19 +48,16 @@ def load_backend(spec: str) -> Backend:
 
 
 def _checked(spec: str, backend: Any) -> Backend:
-    """Refuse what does not satisfy the protocol, naming what is missing; methods are not called."""
-    if not isinstance(backend, Backend):
-        missing = [name for name in _members() if not hasattr(backend, name)]
+    """Refuse what does not satisfy the protocol in what it declares, naming what is missing; nothing is called."""
+    offered = getattr(backend, "capabilities", ())
+    wanted = [*_MEMBERS, *(method for capability, method in _METHODS.items() if capability in offered)]
+    if missing := [name for name in wanted if not hasattr(backend, name)]:
         raise _bad(spec, f"{type(backend).__name__} lacks {', '.join(missing)}", "backend-protocol")
     if not backend.engines <= {"cpu", "cuda"} or not backend.engines:
         raise _bad(spec, f"engines {sorted(backend.engines)}", "backend-protocol")
     if unknown := backend.capabilities - set(CAPABILITIES):
         raise _bad(spec, f"unknown capabilities {sorted(unknown)}", "backend-protocol")
-    return backend
-
-
-def _members() -> tuple[str, ...]:
-    return ("name", "engines", "capabilities", "differences", "receipt", "hasher", "lookup", "gate")
+    return backend  # type: ignore[no-any-return]
 
 
 def _bad(spec: str, seen: str, code: str) -> UsageError:

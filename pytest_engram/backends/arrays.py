@@ -19,9 +19,8 @@ def place(array: Any, engine: str) -> Any:
     return wide[..., ::2]
 
 
-def bf16_buffer(shape: tuple[int, ...], pattern: int, engine: str) -> Any:
-    """An output buffer full of one bf16 bit pattern: u16 in numpy, bfloat16 in torch."""
-    bits = np.full(shape, pattern, dtype=np.uint16)
+def place_bf16(bits: Any, engine: str) -> Any:
+    """bf16 bit patterns u16 as the backends of ``engine`` take bf16: as they are, or as bfloat16 in torch."""
     if engine == "cpu":
         return bits
     import torch

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from pytest_engram.hashing import EngramLayout, HashBatch
 
-CAPABILITIES = ("hash", "slot-cache", "lookup", "shards", "gate", "storage", "prefetch", "graph-replay")
+CAPABILITIES = ("hash", "slot-cache", "lookup", "shards", "gate", "storage", "prefetch", "launch")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,15 +16,20 @@ from typing import Any
 import numpy as np
 
 from pytest_engram import ledger
-from pytest_engram.backends.protocol import Launch, TableShard
+from pytest_engram.backends.arrays import to_numpy
+from pytest_engram.backends.protocol import CAPABILITIES, Launch, TableShard
+from pytest_engram.backends.streams import Around, Prefetch, StreamPrefetch, new_variants
 from pytest_engram.engines.protocol import Engine, EngineSetup
 from pytest_engram.errors import UsageError
-from pytest_engram.gpu.registration import Cudart, register
-from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids
+from pytest_engram.gpu.registration import Cudart, register, require
+from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids, padded_ids
+from pytest_engram.layout import parameter_name, sharing_group
 from pytest_engram.model import PlacementPlan, TablePlan
+from pytest_engram.numa.capacity import check_capacity, live_memory
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.table import SharedTable, build_table
 from pytest_engram.rows import gated_residual, lookup_rows
+from pytest_engram.tokens import build_token_map
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPUTING = ("layout", "hashing", "rows", "backends/reference", "gpu/gather", "gpu/hash", "gpu/_kernels")
@@ -31,10 +41,13 @@ class ReferenceBackend:
 
     name = "reference"
     engines = frozenset({"cpu", "cuda"})
-    capabilities = frozenset({"hash", "slot-cache", "lookup", "shards", "gate", "prefetch", "storage"})
+    capabilities = frozenset(CAPABILITIES)
+    parameter_name, sharing_group = staticmethod(parameter_name), staticmethod(sharing_group)
+    token_map = staticmethod(build_token_map)
+    padded_ids = staticmethod(lambda ids, *rest: padded_ids(to_numpy(ids), *rest))
 
     def __init__(self) -> None:
-        self.differences: dict[str, str] = {}
+        self.differences = {"S12": "refuses a table beyond the memory cgroup's room, so that nothing is killed for it"}
 
     def receipt(self) -> dict[str, str]:
         """The package's version and the sha256 of each file that computes."""
@@ -45,6 +58,15 @@ class ReferenceBackend:
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> ReferenceHasher:
         """See the protocol; the hasher also offers ``on_device``, which the CUDA engine takes."""
         return ReferenceHasher(layout, token_map, slot_cache=slot_cache)
+
+    def hash_variants(self, layout: EngramLayout, token_map: Any, batches: Sequence[HashBatch]) -> int:
+        """Variants of the hash kernel that these batches needed compiled."""
+        require()
+        from pytest_engram.gpu._kernels import hash_kernel
+        from pytest_engram.gpu.hash import DeviceHasher
+
+        hasher = DeviceHasher(layout, token_map, "cuda")
+        return new_variants(hash_kernel, [partial(hasher, batch) for batch in batches])
 
     def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
         """On numpy arrays ``cap`` only bounds the reported grid: one thread serves all rows."""
@@ -66,11 +88,33 @@ class ReferenceBackend:
 
         return CpuEngine(setup)
 
+    def streams(self, layout: EngramLayout, tables: Any, most: int, around: Around, *, engine: str) -> Prefetch:
+        """The suite's own prefetch stream on the GPU, or on a virtual GPU for the CPU engine."""
+        return StreamPrefetch(self.lookup, layout, tables, most, around, engine)
+
     def storage(self, group: Group, nbytes: int, cudart: Cudart, *, backing: str = "tmpfs") -> SharedTable:
         """One rank's part of a table that all ranks of ``group`` share, registered through ``cudart``."""
-        tables = (TablePlan(ranks=tuple(range(group.size)), mode="default", nodes=()),)
-        plan = PlacementPlan(policy="shared", backing=backing, tables=tables)
+        plan = _shared_by(group.size, backing)
         return build_table(group, plan, nbytes, register=lambda table: register(table.buffer, cudart=cudart), threads=1)
+
+    def sharing(self, *, offload: bool, replicas: int, elastic: bool = False) -> None:
+        """Raise ``UsageError`` where tables cannot be shared although that is asked for (S8)."""
+        for wrong, seen in ((not offload, "no offload"), (replicas < 2, f"{replicas} replicas"), (elastic, "elastic")):
+            if wrong:
+                raise UsageError(seen, code="no-sharing", expected="offloaded tables of a fixed group of 2 or more")
+
+    def may_share(self, nbytes: int, *, shm: str, replicas: int) -> bool:
+        """Whether replicas can share ``nbytes`` in ``shm``; a warning says why not (S10)."""
+        absent = not os.path.isdir(shm)
+        full = absent or shutil.disk_usage(shm).free < nbytes
+        why = f"no {shm}" if absent else f"{shm} is too small" if full else "" if replicas > 1 else "no second replica"
+        if why:
+            logging.getLogger(__name__).warning("every rank gets a table of its own: %s", why)
+        return not why
+
+    def fits(self, nbytes: int, *, cgroup_free: int) -> None:
+        """Raise ``UsageError`` for a table that does not fit this machine, or a memory cgroup with that much room."""
+        check_capacity(_shared_by(1, "tmpfs"), nbytes, live_memory(), None, cgroup_free, reserve=0)
 
 
 class ReferenceHasher:
@@ -104,6 +148,11 @@ class ReferenceHasher:
     def dummy(self, tokens: int) -> tuple[Any, Any]:
         """(ids int32 [tokens, L, H] all dead, keep bool [tokens] all False) of a replica without requests (H17)."""
         return dummy_ids(self._layout, tokens), np.zeros(tokens, dtype=bool)
+
+
+def _shared_by(ranks: int, backing: str) -> PlacementPlan:
+    tables = (TablePlan(ranks=tuple(range(ranks)), mode="default", nodes=()),)
+    return PlacementPlan(policy="shared", backing=backing, tables=tables)
 
 
 def _version() -> str:

@@ -17,26 +17,28 @@ from typing import Any
 import numpy as np
 
 from pytest_engram import ledger
-from pytest_engram.backends.protocol import Hasher, Launch, TableShard
+from pytest_engram.backends.protocol import CAPABILITIES, Hasher, Launch, TableShard
+from pytest_engram.backends.streams import new_variants
+from pytest_engram.backends.vllm_launch import VllmLaunch
 from pytest_engram.backends.vllm_light import INTERPRETER, LightEngine, Surroundings, prepare_triton
 from pytest_engram.backends.vllm_source import locate
-from pytest_engram.errors import UsageError
+from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 
-# Artefacts of Triton's interpreter; compiled, vLLM has no difference to declare.
+DIFFERENCES = {"placed-first": "the pages of a shared table are first touched inside each rank's registration"}
 INTERPRETER_DIFFERENCES = {
     "scale-extremes": "Triton's interpreter rounds bf16 results below 2**-126 otherwise than the hardware does",
     "nan-codes": "Triton's interpreter decodes the two FP8 NaN codes as ±480",
 }
 
 
-class VllmBackend:
+class VllmBackend(VllmLaunch):
     """``spec`` is ``vllm``, ``vllm@VERSION`` or ``vllm@PATH`` (wheel, kept folder or checkout).
 
     Raises ``EngramError`` if there is no such engine, torch or Triton, with the way out.
     """
 
-    capabilities = frozenset({"hash", "slot-cache", "lookup", "shards", "gate"})
+    capabilities = frozenset(CAPABILITIES)
 
     def __init__(self, spec: str = "vllm", *, cache: Path | None = None) -> None:
         source = locate(spec.partition("@")[2], cache)
@@ -45,7 +47,8 @@ class VllmBackend:
         self.engine = LightEngine(source, self.around)
         self.name = f"vllm@{source.root if source.origin == 'checkout' else source.version}"
         self.engines = frozenset({"cpu"} if self.interpreted else {"cpu", "cuda"})
-        self.differences = INTERPRETER_DIFFERENCES if self.interpreted else {}
+        self.differences = DIFFERENCES | (INTERPRETER_DIFFERENCES if self.interpreted else {})
+        self._registrations: Any = None
         self._tables: dict[tuple[int, ...], tuple[Any, int]] = {}
 
     def receipt(self) -> dict[str, str]:
@@ -61,6 +64,13 @@ class VllmBackend:
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> Hasher:
         """vLLM's ``NgramHashState`` without its tokenizer: ``token_map`` stands for what it builds from one."""
         return _VllmHasher(self, layout, token_map, slot_cache=slot_cache)
+
+    def hash_variants(self, layout: EngramLayout, token_map: Any, batches: Any) -> int:
+        """Variants of vLLM's hash kernel that these batches needed compiled."""
+        if self.interpreted:
+            raise NotMeasurable("the interpreter compiles nothing", code="no-cuda", way_out="run on a GPU machine")
+        hasher = self.hasher(layout, token_map, slot_cache=False)
+        return new_variants(self.engine.get("_hash_ids_kernel"), [partial(hasher, batch) for batch in batches])
 
     def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
         """vLLM's ``ParallelEngramEmbedding.lookup``; a cap is its background launch with half of 2 × cap SMs.
@@ -85,18 +95,40 @@ class VllmBackend:
         The rows are already projected here, so [key | value] takes the place of the staged rows and the projection
         is the identity; everything after it is the engine's.
         """
-        torch, key = _torch(), self.tensor(key)
+        rows = _torch().stack((self.tensor(key), self.tensor(value)), dim=1)
+        return self._gated(hidden, rows, _torch().nn.Identity(), query_norm, key_norm, keep)
+
+    def output(self, hidden: Any, rows: Any, wkv: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
+        """vLLM's ``Engram.forward`` of staged rows bf16 [T, H, dim]; ``wkv`` float32 [H × dim, 2 D] projects them."""
+        project, bf16 = self.tensor(wkv), _torch().bfloat16
+        return self._gated(hidden, self.tensor(rows).view(bf16), lambda flat: flat.float() @ project, query_norm,
+                           key_norm, keep)  # fmt: skip
+
+    def _gated(self, hidden: Any, rows: Any, wkv: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         layer = _bare(
-            self.engine.get("Engram"), dim=key.shape[1], hc_mult=1, eps=1e-20, clamp_value=1e-6,
-            use_sequence_parallel=False, wkv=torch.nn.Identity(),
-            embed_tokens=SimpleNamespace(tp_size=1, dp_size=1, n_hash_cols=2),
-            staged_rows=torch.stack((key, self.tensor(value)), dim=1),
+            self.engine.get("Engram"), dim=hidden.shape[1], hc_mult=1, eps=1e-20, clamp_value=1e-6,
+            use_sequence_parallel=False, wkv=wkv, staged_rows=rows,
+            embed_tokens=SimpleNamespace(tp_size=1, dp_size=1, n_hash_cols=rows.shape[1]),
             q_weight=self.tensor(query_norm)[None], k_weight=self.tensor(key_norm)[None],
         )  # fmt: skip
-        ids = torch.zeros(len(key), 2, dtype=torch.int32, device=key.device)
+        ids = rows.new_zeros(rows.shape[:2], dtype=_torch().int32)
         with self.kernels():
             gated = layer.forward(self.tensor(hidden)[:, None], ids, self.tensor(keep))[:, 0]
         return gated.cpu().numpy() if isinstance(hidden, np.ndarray) else gated
+
+    def streams(self, layout: EngramLayout, tables: Any, most: int, around: Any, *, engine: str) -> Any:  # noqa: ARG002
+        """vLLM's own layers with offloaded tables, on this machine's GPU, else on a virtual one."""
+        from pytest_engram.backends.vllm_storage import EnginePrefetch
+
+        return EnginePrefetch(self, layout, tables, most, around)
+
+    def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs") -> Any:
+        """vLLM's ``DPSharedEngramStorage`` of rows of 33 bytes, or its huge-page memory, registered by ``cudart``."""
+        from pytest_engram.backends.vllm_tables import EngineTable, Registrations
+
+        with INTERPRETER:
+            self._registrations = self._registrations or Registrations(self.engine)
+        return EngineTable(self.engine, self._registrations, group, nbytes, cudart, backing)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -143,6 +175,18 @@ class _VllmHasher:
         )  # fmt: skip
 
     def __call__(self, batch: HashBatch) -> Any:
+        if not batch.window.size and len(batch.token_ids) and not self._state.use_slot_cache:
+            self._backend.elsewhere()
+        ids = self._forward(*self._send(batch))
+        return ids.numpy() if self._backend.interpreted and isinstance(batch.token_ids, np.ndarray) else ids
+
+    def on_device(self, batch: HashBatch, device: Any) -> tuple[Any, Any, Any]:  # noqa: ARG002 - the kernels' own
+        """(launch of the hash, token ids int32 [T], keep bool [T]), a partial over the batch on the device."""
+        sent = self._send(batch)
+        return partial(self._forward, *sent), sent[0], ~sent[3]
+
+    def _send(self, batch: HashBatch) -> list[Any]:
+        """The arguments of vLLM's ``forward`` where its kernels run."""
         state, backend = self._state, self._backend
         if state.use_slot_cache and (state._cache is None or batch.slots is None or batch.block_table is None):
             raise UsageError(
@@ -152,9 +196,11 @@ class _VllmHasher:
         state.block_size = batch.block_size
         paged = (batch.slots, batch.block_table) if state.use_slot_cache else (None, None)
         inputs = (batch.token_ids, batch.positions, batch.query_start_loc, batch.dead, batch.window, batch.window_dead)
-        with backend.kernels():
-            ids = state.forward(*map(backend.tensor, (*inputs, *paged)))
-        return ids.numpy() if backend.interpreted and isinstance(batch.token_ids, np.ndarray) else ids
+        return [*map(backend.tensor, (*inputs, *paged))]
+
+    def _forward(self, *sent: Any) -> Any:
+        with self._backend.kernels():
+            return self._state.forward(*sent)
 
     def dummy(self, tokens: int) -> tuple[Any, Any]:
         """vLLM's contribution of a replica without requests: (ids int32 [tokens, L, H], keep bool [tokens])."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from pytest_engram.backends.virtual import VirtualCuda
 from pytest_engram.backends.vllm_source import EngineSource
 from pytest_engram.errors import EngramError, NotMeasurable
 
@@ -31,9 +32,13 @@ _SHM = "/dev/shm"  # noqa: S108  vLLM's own constant, not a file that is created
 
 @dataclass(slots=True)
 class Surroundings:
-    """What the engine asks of the world around it; one rank without a DP group unless set."""
+    """What the engine asks of the world around it; one rank without a DP group unless set.
+
+    Where kernels are interpreted, ``cuda`` is a virtual GPU, on which their launches wait for a synchronise.
+    """
 
     interpreted: bool
+    cuda: Any = None
     tp_rank: int = 0
     tp_size: int = 1
     group: Any = None  # the DP replicas that share one table
@@ -73,6 +78,7 @@ class LightEngine:
         self.source, self.around = source, around
         self._files = {path[:-3].replace("/", "."): path for path in source.files}
         self._modules: dict[str, ModuleType] = {}
+        around.cuda = VirtualCuda() if around.interpreted else importlib.import_module("torch").cuda
         self._names = _stand_ins(around)
         around.torch.update(_torch_names(around))
         ends = (".nvidia.engram", ".common.engram")
@@ -91,7 +97,7 @@ class LightEngine:
     def _module(self, name: str) -> ModuleType:
         if name not in self._modules:
             if name not in self._files:  # then its names are stand-ins, whichever module they live in
-                self._modules[name] = _Overlay(name, self._names, lambda item: _Missing(item, (), {"module": name}))
+                self._modules[name] = Overlay(name, self._names, lambda item: _Missing(item, (), {"module": name}))
             else:
                 self._modules[name] = ModuleType(name)
                 self._run(self._modules[name], self.source.root / self._files[name])
@@ -110,7 +116,7 @@ class LightEngine:
                 where=str(path), way_out="use a tested version of vLLM, torch and triton",
             ) from error  # fmt: skip
         if "torch" in scope:
-            scope["torch"] = _Overlay("torch", self.around.torch, partial(getattr, sys.modules["torch"]))
+            scope["torch"] = Overlay("torch", self.around.torch, partial(getattr, sys.modules["torch"]))
 
     def _import(self, name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
         if level:
@@ -120,7 +126,7 @@ class LightEngine:
         return self._module(name if names else "vllm")
 
 
-class _Overlay(ModuleType):
+class Overlay(ModuleType):
     """A module whose names come from ``names``, else from ``other``."""
 
     def __init__(self, name: str, names: dict[str, Any], other: Callable[[str], Any]) -> None:
@@ -166,9 +172,12 @@ def _torch_names(around: Surroundings) -> dict[str, Any]:
     """torch as an engine sees it: collectives go to our own group, and the interpreter answers as a device."""
     if not around.interpreted:
         return {"distributed": _Collectives}
-    sms = SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
-    cuda = SimpleNamespace(get_device_properties=lambda _: sms)
-    return {"distributed": _Collectives, "cuda": cuda, "accelerator": SimpleNamespace(current_device_index=lambda: 0)}
+    empty, sms = importlib.import_module("torch").empty, SimpleNamespace(multi_processor_count=INTERPRETED_SMS)
+    return {
+        "distributed": _Collectives, "accelerator": SimpleNamespace(current_device_index=lambda: 0),
+        "cuda": Overlay("cuda", {"get_device_properties": lambda _: sms}, partial(getattr, around.cuda)),
+        "empty": lambda *shape, **how: empty(*shape, **{**how, "pin_memory": False}),  # no GPU pins it
+    }  # fmt: skip
 
 
 def _stand_ins(around: Surroundings) -> dict[str, Any]:
@@ -192,7 +201,7 @@ def _stand_ins(around: Surroundings) -> dict[str, Any]:
             is_cuda=cuda.is_available, is_rocm=lambda: False,
             is_device_capability_family=lambda family, device: cuda.get_device_capability(device)[0] == family // 10,
         ),
-        "is_uva_available": cuda.is_available,
+        "is_uva_available": lambda: True,  # host memory has the virtual GPU's addresses, too
         # A Triton kernel takes a registered host tensor as it is: its address is valid on the device.
         "get_accelerator_view_from_cpu_tensor": lambda tensor: tensor,
     }  # fmt: skip

@@ -1,35 +1,24 @@
 """vLLM's own Engram layer with its own table: allocation, registration, loading and prefetch as the engine does them.
 
-Shared and pinned tables need CUDA; ``device`` tables also run interpreted.  The table belongs to the engine: the
-suite only audits where its pages really are.
+Shared and huge-page tables need CUDA; where kernels are interpreted ``pinned`` ones are ordinary memory, and lookups
+run on a virtual GPU.  The table belongs to the engine: the suite only audits where its pages really are.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from pytest_engram.backends.streams import Around
 from pytest_engram.backends.vllm import VllmBackend, host_tensor, model_config
+from pytest_engram.backends.vllm_tables import EngineGroup
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.hashing import EngramLayout
 from pytest_engram.numa.group import Group
 
 STORAGES = ("shared", "pinned", "thp", "device")
-
-
-class EngineGroup:
-    """Our rendezvous as the group coordinator that ``DPSharedEngramStorage`` expects.
-
-    The engine's two ``torch.distributed`` calls are routed to it as well, so torch needs no process group.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.rank_in_group, self.world_size, self.cpu_group = group.rank, group.size, group
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value in every rank."""
-        return self.cpu_group.broadcast(value, step="engine broadcast")
 
 
 class EngineLayer:
@@ -93,10 +82,51 @@ class EngineLayer:
         return {"shared": "tmpfs", "thp": "anon-thp" if packed else "pinned"}.get(self.storage, self.storage)
 
 
+class EnginePrefetch:
+    """The engine's layers of one rank with pinned tables and one prefetch stream, as ``streams.Prefetch``."""
+
+    def __init__(self, backend: VllmBackend, layout: EngramLayout, tables: Any, most: int, around: Around) -> None:
+        self._backend, self.cuda, backend.around.forward = backend, backend.around.cuda, None
+        self.device = import_module("torch").device("cpu" if backend.interpreted else "cuda")
+        stream = self.cuda.Stream()
+        self._layers = [
+            EngineLayer(backend, layout, layer, hidden=32, max_tokens=most, storage="pinned", stream=stream)
+            for layer in range(len(tables))
+        ]
+        for number, (layer, table) in enumerate(zip(self._layers, tables, strict=True)):
+            layer.load(*table)
+            embedding = layer.module.embed_tokens
+            embedding.lookup = partial(self._lookup, number, around, embedding, embedding.lookup)
+
+    def submit(self, layer: int, ids: Any) -> None:
+        """See ``streams.Prefetch``."""
+        self._layers[layer].module.prepare_embeddings(ids)
+
+    def take(self, layer: int, tokens: int) -> Any:
+        """See ``streams.Prefetch``."""
+        return self._layers[layer].embed(import_module("torch").empty(tokens, 0))
+
+    def together(self, tokens_across_dp: tuple[int, ...]) -> None:
+        """All ranks' token counts, with the engine's limit of an inline lookup, if it has one, between them."""
+        around, counts = self._backend.around, import_module("torch").tensor(tokens_across_dp)
+        around.forward = mine = SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=counts))
+        limits = None, max(tokens_across_dp)
+        for scope in map(vars, self._backend.engine.entries):
+            if own := scope.get("_engram_lookup_thresholds"):
+                scope["_engram_lookup_thresholds"] = lambda at, own=own: limits if around.forward is mine else own(at)
+
+    def _lookup(self, layer: int, around: Around, table: Any, own: Any, ids: Any, out: Any, **how: Any) -> None:
+        def run() -> None:
+            with self._backend.kernels():
+                own(ids, out, **how)
+
+        around(layer, table._storage()[0], out, run)
+
+
 def _check(backend: VllmBackend, storage: str) -> None:
     if storage not in STORAGES:
         raise UsageError(f"storage {storage!r}", code="bad-storage", who=backend.name, expected=", ".join(STORAGES))
-    if backend.interpreted and storage != "device":
+    if backend.interpreted and storage in {"shared", "thp"}:
         raise NotMeasurable(
             f"a {storage} table is registered with CUDA, and there is no CUDA device", code="no-cuda",
             who=backend.name, way_out="run on a GPU machine, or use storage='device'",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pytest_engram.backends.arrays import bf16_buffer, place, to_numpy
+from pytest_engram.backends.arrays import place, place_bf16, to_numpy
 from pytest_engram.backends.protocol import Backend, Hasher, Launch, TableShard
+from pytest_engram.errors import NotMeasurable
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, hash_ids, synthetic_token_map
 from pytest_engram.rows import decode_rows, lookup_rows, same_bits
 
@@ -22,7 +23,7 @@ _TOKENS = 129_000  # drawn token ids stay below the image sentinel
 
 
 class Unsupported(Exception):  # noqa: N818 - an absence, not an error
-    """The backend has the capability in general but not what this case needs."""
+    """The backend has the capability in general but not what this case needs; its ``NotMeasurable`` says the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,13 @@ class Probe:
         self.rng = np.random.default_rng([seed, zlib.crc32(case.encode())])
         self.layout = EngramLayout.deepseek_v41()
         self.token_map = synthetic_token_map()
+
+    def optional(self, name: str) -> Any:
+        """A method that a backend may have; its absence makes the case unsupported, with the name as the reason."""
+        found = getattr(self.backend, name, None)
+        if found is None:
+            raise Unsupported(f"the backend has no {name}()")
+        return found
 
     def tokens(self, count: int) -> Any:
         """Random token ids int32 [count], none of them the image sentinel."""
@@ -81,7 +89,8 @@ class Probe:
 
     def lookup(self, shard: TableShard, ids: Any, cap: int | None = None) -> tuple[Any, Launch]:
         """(rows u16 [T, local_heads, dim], launch) through the backend; ``shard`` and ``ids`` as placed arrays."""
-        out = bf16_buffer((ids.shape[0], shard.local_heads, shard.weight.shape[1]), _UNWRITTEN, self.engine)
+        shape = ids.shape[0], shard.local_heads, shard.weight.shape[1]
+        out = place_bf16(np.full(shape, _UNWRITTEN, np.uint16), self.engine)
         launch = self.backend.lookup(shard, ids, out, cap=cap)
         return to_numpy(out), launch
 
@@ -109,20 +118,47 @@ class Case:
         return " ".join((self.run.__doc__ or self.name).split())
 
 
-def ids_differ(seen: Any, expected: Any, layout: EngramLayout) -> Finding | None:
-    """The first token, layer and head whose id differs; tokens of ``seen`` past ``expected`` are not judged."""
-    ids = to_numpy(seen)
-    if ids.dtype != np.int32 or ids.shape[1:] != expected.shape[1:] or len(ids) < len(expected):
-        return Finding(
-            detail="wrong dtype or shape", expected=f"int32 {expected.shape}", seen=f"{ids.dtype} {ids.shape}"
-        )
-    wrong = np.argwhere(ids[: len(expected)] != expected)
+def refused(run: Callable[[], Any], what: str) -> Finding | None:
+    """A finding unless ``run`` raises, whichever error the backend chose; "not measurable here" is no refusal."""
+    try:
+        run()
+    except (NotMeasurable, Unsupported):
+        raise
+    except Exception:  # noqa: BLE001 - any refusal will do
+        return None
+    return Finding(detail=what, expected="an error", seen="accepted")
+
+
+def first(parts: Iterable[tuple[str, Finding | None]]) -> Finding | None:
+    """The first finding of named parts, with the part's name; the parts behind it do not run."""
+    for name, found in parts:
+        if found:
+            return replace(found, detail=f"{name}: {found.detail}")
+    return None
+
+
+def compare(
+    seen: Any, expected: Any, place: Callable[..., dict[str, Any]], *,
+    same: Callable[[Any, Any], Any] = np.equal, show: Callable[[Any], str] = str,
+) -> Finding | None:  # fmt: skip
+    """The first index where two arrays are not ``same``; ``place(*index)`` gives the finding's fields."""
+    if (seen.dtype, seen.shape) != (expected.dtype, expected.shape):
+        kinds = [f"{array.dtype} {array.shape}" for array in (expected, seen)]
+        return Finding(detail="wrong dtype or shape", expected=kinds[0], seen=kinds[1])
+    wrong = np.argwhere(~same(seen, expected))
     if not len(wrong):
         return None
-    token, layer, head = map(int, wrong[0])
-    return Finding(
-        detail=f"{len(wrong)} of {expected.size} ids differ", token=token, head=head, layer=layout.layer_ids[layer],
-        expected=str(expected[token, layer, head]), seen=str(ids[token, layer, head]),
+    at = tuple(map(int, wrong[0]))
+    fields = place(*at)
+    detail = f"{len(wrong)} of {expected.size} values differ{fields.pop('first', '')}"
+    return Finding(detail=detail, expected=show(expected[at]), seen=show(seen[at]), **fields)
+
+
+def ids_differ(seen: Any, expected: Any, layout: EngramLayout) -> Finding | None:
+    """The first token, layer and head whose id differs; tokens of ``seen`` past ``expected`` are not judged."""
+    return compare(
+        to_numpy(seen)[: len(expected)], expected,
+        lambda token, layer, head: {"token": token, "layer": layout.layer_ids[layer], "head": head},
     )  # fmt: skip
 
 
@@ -130,19 +166,21 @@ def rows_differ(
     seen: Any, expected: Any, ids: Any = None, *, head_start: int = 0, layer: int | None = None
 ) -> Finding | None:
     """The first token and head whose bf16 bits differ, with the hash id and the column; NaN equals NaN."""
-    if seen.shape != expected.shape:
-        return Finding(detail="wrong shape", layer=layer, expected=str(expected.shape), seen=str(seen.shape))
-    wrong = np.argwhere(~same_bits(seen, expected))
-    if not len(wrong):
-        return None
-    token, head, column = map(int, wrong[0])
-    column_id = head_start + head
-    known = ids is not None and column_id < ids.shape[1]
-    return Finding(
-        detail=f"{len(wrong)} of {expected.size} values differ, first in column {column}"
-        + (f" of hash id {ids[token, column_id]}" if known else ""),
-        token=token, head=column_id, layer=layer, expected=_bits(expected[token, head, column]),
-        seen="not written" if seen[token, head, column] == _UNWRITTEN else _bits(seen[token, head, column]),
+
+    def place(token: int, head: int, column: int) -> dict[str, Any]:
+        head += head_start
+        known = f" of hash id {ids[token, head]}" if ids is not None and head < ids.shape[1] else ""
+        return {"token": token, "head": head, "layer": layer, "first": f", first in column {column}{known}"}
+
+    return compare(seen, expected, place, same=same_bits, show=_bits)
+
+
+def floats_differ(seen: Any, expected: Any, tolerance: float) -> Finding | None:
+    """The first token whose float32 [T, D] differ by more than ``tolerance`` × (1 + the expected magnitude)."""
+    return compare(
+        to_numpy(seen), expected.astype(np.float32),
+        lambda token, column: {"token": token, "first": f", first in column {column}"},
+        same=lambda one, other: abs(one - other) <= tolerance * (1 + abs(other)), show=lambda value: f"{value:.7g}",
     )  # fmt: skip
 
 
@@ -172,4 +210,4 @@ def engine_differs(
 
 def _bits(value: Any) -> str:
     number = np.array([int(value) << 16], dtype=np.uint32).view(np.float32)[0]
-    return f"0x{int(value):04x} ({number:g})"
+    return "not written" if value == _UNWRITTEN else f"0x{int(value):04x} ({number:g})"

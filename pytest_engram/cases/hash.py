@@ -1,14 +1,30 @@
-"""The contract cases of hash ids without a slot cache: H2–H11, H14, H17, H18."""
+"""The contract cases of hash ids without a slot cache: H1–H11, H14 and H17–H20."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from pytest_engram.backends.arrays import to_numpy
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, ids_differ
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, compare, ids_differ, refused
 from pytest_engram.hashing import IMAGE_SENTINEL_ID, EngramLayout, HashBatch, dummy_ids
+
+
+def token_map(probe: Probe) -> Finding | None:
+    """Texts that agree but for case, accents and outer or repeated space share an id, in first-seen order."""
+    texts = ("b", " The", "the", "THE", "\u00e9", "e\u0301", " ", "", "\t\n", "\ufffd", "\ufffd", "a b", "a \r b", "e")
+    wanted = [0, 1, 1, 1, 2, 2, 3, 4, 3, 5, 6, 7, 7, 2]
+    ids, count = probe.optional("token_map")([(text, f"raw{index}") for index, text in enumerate(texts)])
+    return compare(np.array([*ids, count]), np.array([*wanted, max(wanted) + 1]), lambda token: {"token": token})
+
+
+def one_variant(probe: Probe) -> Finding | None:
+    """One compiled variant of the hash kernel serves 1, 7 and 256 tokens."""
+    batches = [HashBatch.sequence(probe.tokens(count), history=probe.tokens(3)) for count in (1, 7, 256)]
+    made = probe.optional("hash_variants")(probe.layout, probe.token_map, batches)
+    return None if made <= 1 else Finding(detail="compiled variants", expected="at most 1 new", seen=f"{made} new")
 
 
 def pad_id(probe: Probe) -> Finding | None:
@@ -26,16 +42,7 @@ def prime_ranges(probe: Probe) -> Finding | None:
     """Head h's ids lie in [offset, offset + prime), for primes searched from another start too."""
     small = EngramLayout.for_rows(12_000)  # engines test primality for real sizes: not for primes near 61
     batch = HashBatch.sequence(probe.tokens(48))
-    ids = to_numpy(probe.hasher(layout=small)(batch))
-    outside = np.argwhere((ids < small.offsets) | (ids >= small.offsets + small.primes))
-    if len(outside):
-        token, layer, head = map(int, outside[0])
-        low, prime = int(small.offsets[layer, head]), int(small.primes[layer, head])
-        return Finding(
-            detail="id outside its head's range", token=token, head=head, layer=small.layer_ids[layer],
-            expected=f"[{low}, {low + prime})", seen=str(ids[token, layer, head]),
-        )  # fmt: skip
-    return ids_differ(ids, probe.ids(batch, layout=small), small)
+    return ids_differ(probe.hasher(layout=small)(batch), probe.ids(batch, layout=small), small)
 
 
 def ngrams(probe: Probe) -> Finding | None:
@@ -164,7 +171,15 @@ def empty_batch(probe: Probe) -> Finding | None:
     return probe.differs(HashBatch.sequence([]), np.empty(shape, dtype=np.int32))
 
 
+def no_window(probe: Probe) -> Finding | None:
+    """Without a slot cache a batch that has no window is refused, and not hashed as if nothing had been before it."""
+    chunk = HashBatch.sequence(probe.tokens(3), history=probe.tokens(4))
+    bare = replace(chunk, window=chunk.window[:, :0], window_dead=chunk.window_dead[:, :0])
+    return refused(partial(probe.hasher(), bare), "a batch without a window")
+
+
 HASH_CASES = (
+    Case("token-map", "H1", "hash", token_map),
     Case("pad-id", "H2", "hash", pad_id),
     Case("multipliers", "H3", "hash", multipliers),
     Case("prime-ranges", "H4", "hash", prime_ranges),
@@ -181,4 +196,6 @@ HASH_CASES = (
     Case("history-window", "H14", "hash", history_window),
     Case("dummy-batch", "H17", "hash", dummy_batch),
     Case("empty-batch", "H18", "hash", empty_batch),
+    Case("one-variant", "H19", "hash", one_variant),
+    Case("no-window", "H20", "hash", no_window),
 )

@@ -1,11 +1,12 @@
-"""The contract cases of lookups and the gate: L1–L5, L7–L11 and the rows of H17."""
+"""The contract cases of lookups: L1–L5, L7–L10 and the rows of H17."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,26 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, rows_differ
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, compare, first, refused, rows_differ
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
-from pytest_engram.rows import gated_residual, lookup_rows, synthetic_rows
+from pytest_engram.rows import lookup_rows, synthetic_rows
 
 _DIM = 256
 _HEADS = 3
-_GATE_TOLERANCE = 3e-5  # float32 sums of 5,120 terms, then a square root; a wrong clamp moves results by 1e-4
+_SCALES: dict[str, tuple[str, Any]] = {  # case -> (what it asserts, the scale bytes, or how many of 20 … 240)
+    "every-code": ("Every finite FP8 code, −0.0 and subnormals among them, under scale bytes 20 … 240.", 12),
+    "scale-byte-0": ("Scale byte 0 gives 0.0 with the value's sign, not 2^−127.", [0]),
+    "scale-byte-255": ("Scale byte 255 gives infinity (and NaN for zero values), not NaN throughout.", [255]),
+    "scale-extremes": ("Scale bytes 1, 2 and 9: results below 2^−126 are kept, not flushed.", [1, 2, 9]),
+    "scale-large": ("Scale bytes 246 … 254: what exceeds bf16, as 448 × 2^127, becomes infinity.", [246, 253, 254]),
+}
 
 
 def exact_rows(probe: Probe) -> Finding | None:
     """Rows are FP8 → FP32 × 2^(byte − 127) → bf16, bit by bit, for 1, 7 and 256 tokens."""
     shard = _table(probe, 500)
-    for count in (1, 7, 256):
-        if found := probe.rows_differ(shard, _drawn(probe, shard, count)):
-            return replace(found, detail=f"{count} tokens: {found.detail}")
-    return None
+    counts = (1, 7, 256)
+    return first((f"{count} tokens", probe.rows_differ(shard, _drawn(probe, shard, count))) for count in counts)
 
 
 def background(probe: Probe) -> Finding | None:
@@ -43,31 +48,6 @@ def background(probe: Probe) -> Finding | None:
         if (seen.rows, seen.tiles) != (made.rows, made.tiles) or not 1 <= seen.grid <= made.grid:
             return Finding(detail=f"launch under cap {cap}", expected=str(made), seen=str(seen))
     return None
-
-
-def every_code(probe: Probe) -> Finding | None:
-    """Every finite FP8 code, −0.0 and subnormals among them, under scale bytes 20 … 240."""
-    return _codes(probe, probe.rng.choice(np.arange(20, 241), 12))
-
-
-def scale_zero(probe: Probe) -> Finding | None:
-    """Scale byte 0 gives 0.0 with the value's sign, not 2^−127."""
-    return _codes(probe, [0])
-
-
-def scale_255(probe: Probe) -> Finding | None:
-    """Scale byte 255 gives infinity (and NaN for zero values), not NaN throughout."""
-    return _codes(probe, [255])
-
-
-def scale_extremes(probe: Probe) -> Finding | None:
-    """Scale bytes 1, 2 and 9: results below 2^−126 are kept, not flushed."""
-    return _codes(probe, [1, 2, 9])
-
-
-def scale_large(probe: Probe) -> Finding | None:
-    """Scale bytes 246 … 254: what exceeds bf16, such as 448 × 2^127, becomes infinity."""
-    return _codes(probe, [246, 253, 254])
 
 
 def nan_codes(probe: Probe) -> Finding | None:
@@ -92,21 +72,31 @@ def bounds(probe: Probe) -> Finding | None:
 def dead_rows(probe: Probe) -> Finding | None:
     """A dummy or padded batch of DEAD_ID gives zero rows, for 0 and 7 tokens (H17's rows, L10's padding)."""
     shard = _table(probe, 20)
-    for count in (0, 7):
-        if found := probe.rows_differ(shard, np.full((count, _HEADS), DEAD_ID, dtype=np.int32)):
-            return found
-    return None
+    dead = {count: np.full((count, _HEADS), DEAD_ID, dtype=np.int32) for count in (0, 7)}
+    return first((f"{count} tokens", probe.rows_differ(shard, ids)) for count, ids in dead.items())
+
+
+def dp_padding(probe: Probe) -> Finding | None:
+    """Replicas that share a table pad their ids with DEAD_ID to their own group's most tokens; more is refused."""
+    pad, counts, group = probe.optional("padded_ids"), (3, 5, 4096, 1), slice(0, 2)
+    ids = probe.rng.integers(0, 20, (6, _HEADS), dtype=np.int32)
+    wanted = np.concatenate([ids[:3], np.full((2, _HEADS), DEAD_ID, np.int32)])
+    found = compare(to_numpy(pad(probe.place(ids[:3]), counts, group)), wanted, lambda t, h: {"token": t, "head": h})
+    return found or first((
+        ("6 tokens in a slot of 5", refused(partial(pad, probe.place(ids), counts, group), "gathered")),
+        ("no counts", refused(partial(pad, probe.place(ids[:3]), None, group), "gathered")),
+    ))  # fmt: skip
 
 
 def padded_heads(probe: Probe) -> Finding | None:
     """A shard's columns past the true heads give zeros: 23 heads over 4 shards, 24 over 5."""
-    for heads, shards in ((23, 4), (24, 5)):
+
+    def last(heads: int, shards: int) -> Finding | None:
         weight, scales, primes = _heads(probe, heads)
-        part = head_shard(primes, shards, shards - 1)
-        shard = _cut(weight, scales, part, heads)
-        if found := probe.rows_differ(shard, _head_ids(probe, primes, 3)):
-            return replace(found, detail=f"{heads} heads over {shards} shards: {found.detail}")
-    return None
+        shard = _cut(weight, scales, head_shard(primes, shards, shards - 1), heads)
+        return probe.rows_differ(shard, _head_ids(probe, primes, 3))
+
+    return first((f"{heads} heads over {shards} shards", last(heads, shards)) for heads, shards in ((23, 4), (24, 5)))
 
 
 def shards_assemble(probe: Probe) -> Finding | None:
@@ -150,48 +140,8 @@ def spare_rows(probe: Probe) -> Finding | None:
 def token_counts(probe: Probe) -> Finding | None:
     """Token counts around tiles and sequence-parallel chunks: 0, 1, 3 … 5, 63 … 65, 127 … 129."""
     shard = replace(_table(probe, 400), head_start=1, local_heads=1)
-    for count in (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129):
-        if found := probe.rows_differ(shard, _drawn(probe, shard, count)):
-            return replace(found, detail=f"{count} tokens: {found.detail}")
-    return None
-
-
-def gate(probe: Probe) -> Finding | None:
-    """hidden + sigmoid(signed sqrt of the normalised dot product) × value, for widths 96, 257 and 5120."""
-    for dim in (96, 257, 5120):
-        if found := _gate_differs(probe, _gate_inputs(probe, 4, dim)):
-            return replace(found, detail=f"width {dim}: {found.detail}")
-    return None
-
-
-def gate_clamp(probe: Probe) -> Finding | None:
-    """|dot| is clamped at 1e-6 before the root, and a dot of exactly 0 counts as positive."""
-    hidden, key, value, query_norm, key_norm = _gate_inputs(probe, 3, 96)
-    hidden[:, ::2] = key[:, 1::2] = 0
-    return _gate_differs(probe, (hidden, key, 40 * value, query_norm, key_norm))
-
-
-def gate_epsilon(probe: Probe) -> Finding | None:
-    """eps 1e-20 keeps an all-zero and a tiny hidden state finite, and counts where the mean square is smaller."""
-    hidden, *rest = _gate_inputs(probe, 3, 96)
-    hidden[0] = 0
-    hidden[1] *= np.float32(1e-11)
-    return _gate_differs(probe, (hidden, *rest))
-
-
-def gate_closed(probe: Probe) -> Finding | None:
-    """A padded or masked token passes its hidden state unchanged, bit by bit."""
-    inputs = _gate_inputs(probe, 7, 96)
-    for keep in (np.arange(7) % 2 == 0, np.zeros(7, dtype=bool)):
-        seen = to_numpy(probe.backend.gate(*map(probe.place, (*inputs, keep))))
-        wrong = np.argwhere((seen != inputs[0]) & ~keep[:, None])
-        if len(wrong):
-            token, column = map(int, wrong[0])
-            return Finding(
-                detail=f"masked token changed in column {column}", token=token,
-                expected=str(inputs[0][token, column]), seen=str(seen[token, column]),
-            )  # fmt: skip
-    return _gate_differs(probe, inputs, np.arange(7) % 2 == 0)
+    counts = (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129)
+    return first((f"{count} tokens", probe.rows_differ(shard, _drawn(probe, shard, count))) for count in counts)
 
 
 def _content(probe: Probe, rows: int) -> tuple[Any, Any]:
@@ -201,8 +151,8 @@ def _content(probe: Probe, rows: int) -> tuple[Any, Any]:
 def _wide(probe: Probe, wrap: int) -> Finding | None:
     """Rows around 0 and around ``wrap`` of an otherwise untouched table."""
     weight, scales = _sparse(wrap + 4, _DIM), _sparse(wrap + 4, _DIM // 32)
-    for first in (0, wrap - 2):
-        weight[first : first + 4], scales[first : first + 4] = synthetic_rows(first, first + 4, _DIM, layer=0, seed=1)
+    for low in (0, wrap - 2):
+        weight[low : low + 4], scales[low : low + 4] = synthetic_rows(low, low + 4, _DIM, layer=0, seed=1)
     ids = np.array([[0, 1, wrap - 1], [wrap, wrap + 1, 2]], dtype=np.int32)
     return probe.rows_differ(probe.shard(weight, scales, heads=_HEADS), ids)
 
@@ -250,6 +200,15 @@ def _codes(probe: Probe, scale_bytes: Any, codes: Any = None) -> Finding | None:
     return replace(found, detail=f"scale byte {scale_bytes[found.token]}: {found.detail}")
 
 
+def _scaled(behaviour: str, scale_bytes: Any) -> Callable[[Probe], Finding | None]:
+    def run(probe: Probe) -> Finding | None:
+        drawn = isinstance(scale_bytes, int)
+        return _codes(probe, probe.rng.choice(np.arange(20, 241), scale_bytes) if drawn else scale_bytes)
+
+    run.__doc__ = behaviour
+    return run
+
+
 def _heads(probe: Probe, heads: int) -> tuple[Any, Any, Any]:
     """(weight, scales, primes) of a small table with one prime per head."""
     layout = EngramLayout.for_rows(50 * heads, layers=(1,), max_ngram=2, n_heads=heads)
@@ -266,37 +225,10 @@ def _cut(weight: Any, scales: Any, part: Any, heads: int) -> TableShard:
     return TableShard(weight[rows], scales[rows], part.start, part.end, part.head_start, part.local_heads, heads)
 
 
-def _gate_inputs(probe: Probe, tokens: int, dim: int) -> tuple[Any, ...]:
-    """(hidden, key, value [T, D], query_norm, key_norm [D]) float32."""
-    wide = probe.rng.standard_normal((3, tokens, dim), dtype=np.float32)
-    norms = 1 + probe.rng.standard_normal((2, dim), dtype=np.float32) / 8
-    return (*wide, *norms)
-
-
-def _gate_differs(probe: Probe, inputs: tuple[Any, ...], keep: Any = None) -> Finding | None:
-    mask = np.ones(len(inputs[0]), dtype=bool) if keep is None else keep
-    expected = gated_residual(*(each.astype(np.float64) for each in inputs), keep=mask)
-    seen = to_numpy(probe.backend.gate(*map(probe.place, (*inputs, mask))))
-    if seen.shape != expected.shape:
-        return Finding(detail="wrong shape", expected=str(expected.shape), seen=str(seen.shape))
-    wrong = np.argwhere(~(abs(seen - expected) <= _GATE_TOLERANCE * (1 + abs(expected))))
-    if not len(wrong):
-        return None
-    token, column = map(int, wrong[0])
-    return Finding(
-        detail=f"{len(wrong)} values differ, first in column {column}", token=token,
-        expected=f"{expected[token, column]:.7g}", seen=f"{seen[token, column]:.7g}",
-    )  # fmt: skip
-
-
 LOOKUP_CASES = (
     Case("exact-rows", "L1", "lookup", exact_rows),
     Case("background", "L1", "lookup", background, compact=True),
-    Case("every-code", "L2", "lookup", every_code, compact=True),
-    Case("scale-byte-0", "L2", "lookup", scale_zero),
-    Case("scale-byte-255", "L2", "lookup", scale_255),
-    Case("scale-extremes", "L2", "lookup", scale_extremes),
-    Case("scale-large", "L2", "lookup", scale_large),
+    *(Case(name, "L2", "lookup", _scaled(*what), compact=name == "every-code") for name, what in _SCALES.items()),
     Case("nan-codes", "L2", "lookup", nan_codes),
     Case("bounds", "L3", "lookup", bounds, compact=True),
     Case("padded-heads", "L4", "shards", padded_heads, compact=True),
@@ -308,8 +240,5 @@ LOOKUP_CASES = (
     Case("spare-rows", "L7", "lookup", spare_rows),
     Case("token-counts", "L9", "lookup", token_counts),
     Case("dead-rows", "L10", "lookup", dead_rows),
-    Case("gate", "L11", "gate", gate, compact=True),
-    Case("gate-clamp", "L11", "gate", gate_clamp),
-    Case("gate-epsilon", "L11", "gate", gate_epsilon),
-    Case("gate-closed", "L11", "gate", gate_closed, compact=True),
+    Case("dp-padding", "L10", "shards", dp_padding),
 )

@@ -1,206 +1,162 @@
-"""The contract cases of the prefetch queue: P1–P3, P5–P7 and P9.
+"""The contract cases of the prefetch queue: P1–P9.
 
-A backend with the capability offers ``prefetch(setup: EngineSetup) -> Engine``.  The engine gets a spy as its backend,
-which delays a hash or a lookup until the mistake that a case looks for would have shown.
+A backend with the capability offers ``prefetch(setup: EngineSetup) -> Engine``, an engine whose queue is a thread, or
+``streams(layout, tables, most, around)``, lookups on CUDA streams (:class:`~pytest_engram.backends.streams.Prefetch`).
+A bench delays a hash or a lookup where it runs, until the mistake that a case looks for would have shown.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pytest_engram.backends.protocol import Backend, Launch, TableShard
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, engine_differs
-from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
-from pytest_engram.engines.tables import fill_table, table_bytes, table_views
-from pytest_engram.hashing import EngramLayout, HashBatch
-from pytest_engram.model import Workload
-from pytest_engram.rows import synthetic_at
-
-_MOST = 16  # tokens of the largest batch
-_DELAY_S = 0.1  # a correct engine spends it; a faulty one needs far less to show itself
-_DEADLOCK_S = 3.0  # only an engine that waits for too much spends it
-_LAYERS = (1, 3)
-
-
-class _Spy:
-    """Passes everything to the backend; logs lookups as (layer index, thread, shard, staging address)."""
-
-    def __init__(self, backend: Backend, layout: EngramLayout) -> None:
-        self._backend, self._rows = backend, [layout.rows(i) for i in range(len(_LAYERS))]
-        self.log: list[tuple[int, int, TableShard, int]] = []
-        self.running, self.overlapped, self.finished = 0, False, [0] * len(_LAYERS)
-        self.on_hash: Callable[[], Any] = lambda: None
-        self.on_lookup: Callable[[int], Any] = lambda _: None
-        self.on_gate: Callable[[], Any] = lambda: None
-
-    def hasher(self, *args: Any, **options: Any) -> Any:
-        made = self._backend.hasher(*args, **options)
-        return lambda batch: (self.on_hash(), made(batch))[1]
-
-    def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
-        layer = self._rows.index(shard.end)
-        self.log.append((layer, threading.get_ident(), shard, out.ctypes.data))
-        self.overlapped |= self.running > 0
-        self.running += 1
-        self.on_lookup(layer)
-        launch = self._backend.lookup(shard, ids, out, cap=cap)
-        self.finished[layer] += 1
-        self.running -= 1
-        return launch
-
-    def gate(self, *inputs: Any) -> Any:
-        self.on_gate()
-        return self._backend.gate(*inputs)
-
-
-class _Bench:
-    """One small table, one engine over it, one spy between engine and backend."""
-
-    def __init__(self, probe: Probe, make: Callable[[EngineSetup], Engine]) -> None:
-        self.layout = EngramLayout.for_rows(4000, layers=_LAYERS, n_heads=2, head_dim=64)
-        self._map, self.spy = probe.token_map, _Spy(probe.backend, self.layout)
-        buffer = np.zeros(table_bytes(self.layout), np.uint8)
-        fill_table(buffer, self.layout, 1)
-        self.tables = table_views(buffer, self.layout)
-        self.engine = make(
-            EngineSetup(
-                rank=0, layout=self.layout, tables=self.tables, token_map=self._map, max_tokens=_MOST, seed=1,
-                backend=self.spy, cpus=tuple(sorted(os.sched_getaffinity(0))),  # type: ignore[arg-type]
-                workload=Workload(hidden=64, layers=5, engram_layers=_LAYERS, tokens=_MOST),
-            )
-        )  # fmt: skip
-
-    def step(self, batch: HashBatch) -> None:
-        """Run one step with early submission."""
-        self.engine.step(batch, StepSettings(), marks=False)
-
-    def differs(self, batch: HashBatch, submission: str = "early") -> Finding | None:
-        """Compare the engine's ids and staged rows with the oracle's."""
-        path = partial(self.engine.rows, batch, StepSettings(submission=submission))
-        return engine_differs(path, batch, self.layout, self._map, self._source)
-
-    def _source(self, layer: int, rows: Any) -> Any:
-        return synthetic_at(rows, self.layout.head_dim, layer=layer, seed=1)
+from pytest_engram.cases.bench import LAYERS, MOST, Streams, Threads
+from pytest_engram.cases.case import Case, Finding, Probe, refused
+from pytest_engram.hashing import HashBatch
 
 
 @contextmanager
-def _bench(probe: Probe) -> Iterator[_Bench]:
-    make = getattr(probe.backend, "prefetch", None)
-    if make is None or probe.engine != "cpu":
-        raise Unsupported(f"the backend has no prefetch(setup) for these cases on {probe.engine}")
-    bench = _Bench(probe, make)
+def _bench(probe: Probe, *, streams: bool = False, rank: int = 0) -> Iterator[Streams]:
+    make = None if streams or probe.engine != "cpu" else getattr(probe.backend, "prefetch", None)
+    bench: Any = make and Threads(probe, make, rank)  # which answers the same calls
+    bench = bench or Streams(probe, partial(probe.optional("streams"), engine=probe.engine))
     try:
         yield bench
     finally:
-        bench.engine.close()
+        bench.close()
 
 
 def producer_wait(probe: Probe) -> Finding | None:
     """A lookup starts after its ids are written, however long hashing takes."""
     with _bench(probe) as bench:
-        started = threading.Event()
-        bench.spy.on_hash = lambda: started.wait(_DELAY_S)
-        bench.spy.on_lookup = lambda _: started.set()
-        for _ in range(2):
-            started.clear()
-            if found := bench.differs(HashBatch.sequence(probe.tokens(9))):
-                return found
-    return None
+        bench.on_hash = bench.pause
+        return bench.differs(_batch(probe, 9)) or bench.differs(_batch(probe, 9))
 
 
 def ids_kept(probe: Probe) -> Finding | None:
     """The ids of a submitted lookup stay as they are until it has run, also if it runs late."""
     with _bench(probe) as bench:
-        bench.spy.on_lookup = lambda _: threading.Event().wait(_DELAY_S / 2)
-        return bench.differs(HashBatch.sequence(probe.tokens(9)))
+        bench.on_lookup = partial(_late, bench, 0)
+        return bench.differs(_batch(probe, 9))
 
 
 def consumer_wait(probe: Probe) -> Finding | None:
-    """A layer's gate gets its rows after its own lookup has ended."""
+    """A layer's consumer gets its rows after its own lookup has ended."""
     with _bench(probe) as bench:
-        gated, spy = [threading.Event() for _ in _LAYERS], bench.spy
-        seen: list[tuple[int, ...]] = []
-
-        def on_gate() -> None:
-            seen.append(tuple(spy.finished))
-            gated[len(seen) - 1].set()
-
-        spy.on_lookup, spy.on_gate = lambda layer: gated[layer].wait(_DELAY_S), on_gate
-        bench.step(HashBatch.sequence(probe.tokens(9)))
-    for layer, finished in enumerate(seen):
-        if not finished[layer]:
-            return Finding(detail="gated before its lookup had ended", layer=_LAYERS[layer])
+        for late in range(len(LAYERS)):
+            bench.on_lookup = partial(_late, bench, late)
+            if found := bench.differs(_batch(probe, 9)):
+                return found
     return None
 
 
 def own_layer(probe: Probe) -> Finding | None:
-    """A consumer waits for its own layer only: the first layer is gated while the second's lookup still runs."""
+    """A consumer waits for its own layer only: the first layer's passes while the second's lookup still runs."""
     with _bench(probe) as bench:
-        gated, ended = threading.Event(), []
-        bench.spy.on_gate = gated.set
-        bench.spy.on_lookup = lambda layer: ended.append(layer == 0 or gated.wait(_DEADLOCK_S))
-        bench.step(HashBatch.sequence(probe.tokens(9)))
-    if all(ended):
-        return None
-    return Finding(detail="the first layer's consumer waited for the second layer's lookup", layer=_LAYERS[0])
+        if bench.early(_batch(probe, 9)):
+            return None
+    return Finding(detail="the first layer's consumer waited for the second layer's lookup", layer=LAYERS[0])
+
+
+def needed(probe: Probe) -> Finding | None:
+    """Each of the three dependencies counts: take one away, and rows are wrong, as they are right with all."""
+    for dependency in ("", "wait_stream", "record_stream", "wait_event"):
+        with _bench(probe, streams=True) as bench:
+            found = bench.without(dependency, _batch(probe, 9))
+        if dependency == "" and found:
+            return found
+        if dependency and not found:
+            return Finding(detail=f"rows without {dependency}", expected="wrong ones", seen="right ones")
+    return None
 
 
 def fresh_rows(probe: Probe) -> Finding | None:
     """Every step stages its own rows: new ids, other batch sizes and dead tokens leave nothing of an earlier step."""
     with _bench(probe) as bench:
-        for number, count in enumerate((_MOST, 1, 5, 5, _MOST, 1, 7)):
-            batch = HashBatch.sequence(probe.tokens(count), dead=np.arange(count) % 4 == 3)
-            if found := bench.differs(batch, ("early", "at_consumption")[number % 3 == 2]):
+        for number, count in enumerate((MOST, 1, 5, 5, MOST, 1, 7)):
+            if found := bench.differs(_batch(probe, count), ("early", "at_consumption")[number % 3 == 2]):
                 return found
     return None
+
+
+def graph_replay(probe: Probe) -> Finding | None:
+    """A captured step reads new ids at each replay, eager steps between do not leak, and staging does not move."""
+    with _bench(probe, streams=True) as bench:
+        replay = bench.captured()
+        for count in (5, MOST, 1):
+            if found := replay(_batch(probe, MOST)) or bench.differs(_batch(probe, count)):
+                return found
+        return _moved(bench)
 
 
 def fixed_staging(probe: Probe) -> Finding | None:
     """The staging rows of a layer keep their address over all batch sizes; a batch that does not fit is refused."""
     with _bench(probe) as bench:
-        for count in (_MOST, 1, 5):
-            bench.step(HashBatch.sequence(probe.tokens(count)))
-        places = {(layer, address) for layer, _, _, address in bench.spy.log}
-        if len(places) != len(_LAYERS):
-            return Finding(detail="staging moves", expected="one address per layer", seen=str(sorted(places)))
-        try:
-            bench.step(HashBatch.sequence(probe.tokens(_MOST + 1)))
-        except Exception:  # noqa: BLE001 - whichever error the engine chose
-            return None
-    return Finding(detail=f"{_MOST + 1} tokens were accepted", expected=f"at most {_MOST}")
+        for count in (MOST, 1, 5):
+            bench.step(_batch(probe, count))
+        too_many = partial(bench.step, _batch(probe, MOST + 1))
+        return _moved(bench) or refused(too_many, f"{MOST + 1} tokens where {MOST} have room")
 
 
 def one_side_stream(probe: Probe) -> Finding | None:
     """All lookups run on one stream beside the main one, each after the other, in the order of the layers."""
     with _bench(probe) as bench:
-        bench.spy.on_lookup = lambda _: threading.Event().wait(_DELAY_S / 8)
-        for count in (3, _MOST):
-            bench.step(HashBatch.sequence(probe.tokens(count)))
-        layers, threads = [call[0] for call in bench.spy.log], {call[1] for call in bench.spy.log}
-    if layers != [0, 1] * 2 or bench.spy.overlapped:
-        return Finding(detail="not first in, first out", expected="[0, 1, 0, 1], none beside another", seen=str(layers))
-    if len(threads) != 1 or threading.get_ident() in threads:
-        return Finding(detail="lookups are not on one side stream", seen=f"{len(threads)} threads")
+        bench.on_lookup = partial(_late, bench, 0)
+        for count in (3, MOST):
+            bench.step(_batch(probe, count))
+        layers, streams = [call[0] for call in bench.calls], {call[1] for call in bench.calls}
+    if layers != [0, 1] * 2:
+        return Finding(detail="not first in, first out", expected="[0, 1, 0, 1]", seen=str(layers))
+    if len(streams) != 1 or bench.main in streams:
+        return Finding(detail="lookups are not on one side stream", seen=f"{len(streams)} streams")
     return None
+
+
+def same_branch(probe: Probe) -> Finding | None:
+    """Ranks with different token counts run their lookups on the same stream, all inline or all beside."""
+    inline = []
+    for rank, count in enumerate((1, MOST)):
+        with _bench(probe, rank=rank) as bench:
+            bench.together((1, MOST))
+            bench.step(_batch(probe, count))
+            inline.append({call[1] == bench.main for call in bench.calls})
+    if inline[0] == inline[1] and len(inline[0]) == 1:
+        return None
+    return Finding(detail="whether a rank looks up inline", expected="the same in both ranks", seen=str(inline))
 
 
 def cached_views(probe: Probe) -> Finding | None:
     """Lookups read the shared table itself through views that are made once, never a copy of it."""
     with _bench(probe) as bench:
         for _ in range(2):
-            bench.step(HashBatch.sequence(probe.tokens(3)))
-        for layer, _, shard, _ in bench.spy.log:
-            first = next(other for number, _, other, _ in bench.spy.log if number == layer)
-            if shard is not first or not np.shares_memory(shard.weight, bench.tables[layer][0]):
-                return Finding(detail="a lookup read something else than the first view", layer=_LAYERS[layer])
+            bench.step(_batch(probe, 3))
+        for layer, _, table, _ in bench.calls:
+            first = next(other for number, _, other, _ in bench.calls if number == layer)
+            memory = getattr(table, "weight", table)
+            copied = isinstance(memory, np.ndarray) and not np.shares_memory(memory, bench.tables[layer][0])
+            if table is not first or copied:
+                return Finding(detail="a lookup read something else than the first view", layer=LAYERS[layer])
     return None
+
+
+def _late(bench: Streams, late: int, layer: int) -> None:
+    if layer == late:
+        bench.pause()
+
+
+def _batch(probe: Probe, tokens: int) -> HashBatch:
+    return HashBatch.sequence(probe.tokens(tokens), dead=np.arange(tokens) % 4 == 3)
+
+
+def _moved(bench: Any) -> Finding | None:
+    places = {(layer, address) for layer, _, _, address in bench.calls}
+    if len(places) == len(LAYERS):
+        return None
+    return Finding(detail="staging moves", expected="one address per layer", seen=str(sorted(places)))
 
 
 PREFETCH_CASES = (
@@ -208,8 +164,11 @@ PREFETCH_CASES = (
     Case("ids-kept", "P2", "prefetch", ids_kept),
     Case("consumer-wait", "P3", "prefetch", consumer_wait),
     Case("own-layer", "P3", "prefetch", own_layer),
+    Case("needed", "P4", "prefetch", needed),
     Case("fresh-rows", "P5", "prefetch", fresh_rows),
+    Case("graph-replay", "P5", "prefetch", graph_replay),
     Case("fixed-staging", "P6", "prefetch", fixed_staging),
     Case("one-side-stream", "P7", "prefetch", one_side_stream),
+    Case("same-branch", "P8", "prefetch", same_branch),
     Case("cached-views", "P9", "prefetch", cached_views),
 )

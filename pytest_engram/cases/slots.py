@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.cases.case import Case, Finding, Probe, ids_differ
+from pytest_engram.cases.case import Case, Finding, Probe, first, ids_differ
 from pytest_engram.hashing import HashBatch, SlotCache, window_row
 
-_BLOCK = 4  # tokens per KV block: small, so that short sequences cross blocks
-_SLOTS = 64
+BLOCK = 4  # tokens per KV block: small, so that short sequences cross blocks
+SLOTS = 64
 
 
 def window_first(probe: Probe) -> Finding | None:
     """A known window value wins over the slot cache; the cache answers only what the window does not know."""
-    hasher, cache = probe.hasher(_SLOTS), SlotCache(_SLOTS)
-    first = _paged(probe.tokens(8), [3, 9, 1])
+    hasher, cache = probe.hasher(SLOTS), SlotCache(SLOTS)
+    first = paged(probe.tokens(8), [3, 9, 1])
     conflicting = replace(
-        _paged(probe.tokens(2), [3, 9, 1], start=8),
+        paged(probe.tokens(2), [3, 9, 1], start=8),
         window=np.array([[*probe.tokens(1), -1, *probe.tokens(1)]], np.int32),
     )
     return _through(probe, hasher, [first, conflicting], [probe.ids(first, cache), probe.ids(conflicting, cache)])
@@ -30,9 +30,9 @@ def slot_chunks(probe: Probe) -> Finding | None:
     """With the slot cache alone, any split in chunks gives the ids of the whole, across blocks and dead tokens."""
     for size in (1, 3, 5):
         whole, dead = probe.tokens(11), probe.rng.random(11) < 0.2
-        chunks = [_paged(whole[i : i + size], [5, 0, 8], start=i, dead=dead[i : i + size]) for i in range(0, 11, size)]
+        chunks = [paged(whole[i : i + size], [5, 0, 8], start=i, dead=dead[i : i + size]) for i in range(0, 11, size)]
         expected = probe.ids(HashBatch.sequence(whole, dead=dead))
-        if found := _through(probe, probe.hasher(_SLOTS), chunks, [expected[i : i + size] for i in range(0, 11, size)]):
+        if found := _through(probe, probe.hasher(SLOTS), chunks, [expected[i : i + size] for i in range(0, 11, size)]):
             return replace(found, detail=f"chunks of {size}: {found.detail}")
     return None
 
@@ -41,115 +41,113 @@ def slot_tables(probe: Probe) -> Finding | None:
     """Requests with different block tables in one batch read their own history only."""
     wholes, tables = [probe.tokens(9), probe.tokens(9)], [[1, 7, 4], [6, 2, 3]]
     batches = [
-        HashBatch.concat([_paged(w[part], t, start=part.start) for w, t in zip(wholes, tables, strict=True)])
+        HashBatch.concat([paged(w[part], t, start=part.start) for w, t in zip(wholes, tables, strict=True)])
         for part in (slice(0, 5), slice(5, 9))
     ]
     ids = [probe.ids(HashBatch.sequence(whole)) for whole in wholes]
     expected = [np.concatenate([each[part] for each in ids]) for part in (slice(0, 5), slice(5, 9))]
-    return _through(probe, probe.hasher(_SLOTS), batches, expected)
+    return _through(probe, probe.hasher(SLOTS), batches, expected)
 
 
 def slot_write_first(probe: Probe) -> Finding | None:
     """All slots of a batch are written before any is read: a later chunk of the same batch sees the earlier one."""
     whole = probe.tokens(8)
-    batch = HashBatch.concat([_paged(whole[4:], [2, 5], start=4), _paged(whole[:4], [2, 5])])
+    batch = HashBatch.concat([paged(whole[4:], [2, 5], start=4), paged(whole[:4], [2, 5])])
     ids = probe.ids(HashBatch.sequence(whole))
-    return probe.differs(batch, np.concatenate([ids[4:], ids[:4]]), hasher=probe.hasher(_SLOTS))
+    return probe.differs(batch, np.concatenate([ids[4:], ids[:4]]), hasher=probe.hasher(SLOTS))
 
 
 def slot_padding(probe: Probe) -> Finding | None:
     """A negative slot is not written: a fully padded replay leaves every slot as it was."""
     whole = probe.tokens(6)  # its history lies in the first and the last slot, where a stray −1 would land
-    first, last = _paged(whole[:5], [15, 0]), _paged(whole[5:], [15, 0], start=5)
-    replay = replace(_paged(probe.tokens(5), [15, 0]), slots=np.full(5, -1, dtype=np.int64))
+    first, last = paged(whole[:5], [15, 0]), paged(whole[5:], [15, 0], start=5)
+    replay = replace(paged(probe.tokens(5), [15, 0]), slots=np.full(5, -1, dtype=np.int64))
     ids = probe.ids(HashBatch.sequence(whole))
-    return _through(probe, probe.hasher(_SLOTS), [first, replay, last], [ids[:5], None, ids[5:]])
+    return _through(probe, probe.hasher(SLOTS), [first, replay, last], [ids[:5], None, ids[5:]])
 
 
 def slot_strides(probe: Probe) -> Finding | None:
     """A strided slot mapping and a strided block table are read by their strides."""
     whole = probe.tokens(7)
-    first, last = _paged(whole[:6], [3, 4]), _paged(whole[6:], [3, 4], start=6)
-    assert first.slots is not None  # noqa: S101 - _paged always gives slots
+    first, last = paged(whole[:6], [3, 4]), paged(whole[6:], [3, 4], start=6)
+    assert first.slots is not None  # noqa: S101 - paged always gives slots
     first = replace(first, slots=np.repeat(first.slots, 2)[::2])
     last = replace(last, block_table=np.repeat(np.array([[3, 4]], dtype=np.int32), 2, axis=1)[:, ::2])
     ids = probe.ids(HashBatch.sequence(whole))
-    return _through(probe, probe.hasher(_SLOTS), [first, last], [ids[:6], ids[6:]])
+    return _through(probe, probe.hasher(SLOTS), [first, last], [ids[:6], ids[6:]])
 
 
 def rollback(probe: Probe) -> Finding | None:
     """After a speculative rollback the rewritten slots count, not the rejected draft."""
     kept, draft, final = probe.tokens(6), probe.tokens(3), probe.tokens(4)
-    chunks = [_paged(part, [7, 1, 2], start=at) for part, at in ((kept, 0), (draft, 6), (final[:2], 6), (final[2:], 8))]
+    chunks = [paged(part, [7, 1, 2], start=at) for part, at in ((kept, 0), (draft, 6), (final[:2], 6), (final[2:], 8))]
     ids = probe.ids(HashBatch.sequence(np.concatenate([kept, final])))
     drafted = probe.ids(HashBatch.sequence(np.concatenate([kept, draft])))
-    return _through(probe, probe.hasher(_SLOTS), chunks, [ids[:6], drafted[6:], ids[6:8], ids[8:]])
+    return _through(probe, probe.hasher(SLOTS), chunks, [ids[:6], drafted[6:], ids[6:8], ids[8:]])
 
 
 def prefix_hit(probe: Probe) -> Finding | None:
     """A request that starts behind a cached prefix reads what the prefix's owner wrote."""
-    prefix, own = probe.tokens(_BLOCK), probe.tokens(3)
-    owner = _paged(np.concatenate([prefix, probe.tokens(2)]), [6, 1])
-    hit = _paged(own, [6, 9], start=_BLOCK)
-    expected = probe.ids(HashBatch.sequence(np.concatenate([prefix, own])))[_BLOCK:]
-    return _through(probe, probe.hasher(_SLOTS), [owner, hit], [None, expected])
+    prefix, own = probe.tokens(BLOCK), probe.tokens(3)
+    owner = paged(np.concatenate([prefix, probe.tokens(2)]), [6, 1])
+    hit = paged(own, [6, 9], start=BLOCK)
+    expected = probe.ids(HashBatch.sequence(np.concatenate([prefix, own])))[BLOCK:]
+    return _through(probe, probe.hasher(SLOTS), [owner, hit], [None, expected])
 
 
 def rebind(probe: Probe) -> Finding | None:
     """Binding the slot cache again drops its history, even with as many slots."""
-    hasher, batch = probe.hasher(_SLOTS), _paged(probe.tokens(3), [2, 5], start=4)
-    hasher(_paged(probe.tokens(4), [2, 5]))
-    hasher.bind(_SLOTS)
-    return probe.differs(batch, probe.ids(batch, SlotCache(_SLOTS)), hasher=hasher)
+    hasher, batch = probe.hasher(SLOTS), paged(probe.tokens(3), [2, 5], start=4)
+    hasher(paged(probe.tokens(4), [2, 5]))
+    hasher.bind(SLOTS)
+    return probe.differs(batch, probe.ids(batch, SlotCache(SLOTS)), hasher=hasher)
 
 
 def new_slots(probe: Probe) -> Finding | None:
     """A slot that nobody wrote holds compressed id 0, which is a value and blocks nothing."""
-    batch = _paged(probe.tokens(4), [2, 5, 7], start=6)
-    return probe.differs(batch, probe.ids(batch, SlotCache(_SLOTS)), hasher=probe.hasher(_SLOTS))
+    batch = paged(probe.tokens(4), [2, 5, 7], start=6)
+    return probe.differs(batch, probe.ids(batch, SlotCache(SLOTS)), hasher=probe.hasher(SLOTS))
 
 
 def prompt_window(probe: Probe) -> Finding | None:
     """The V1 window knows prompt positions only; generated tokens come from the slot cache."""
     whole = probe.tokens(8)
-    prompt, steps = _paged(whole[:4], [3, 8]), []
+    prompt, steps = paged(whole[:4], [3, 8]), []
     for at in range(4, 8):
-        step = _paged(whole[at : at + 1], [3, 8], start=at)
+        step = paged(whole[at : at + 1], [3, 8], start=at)
         steps.append(replace(step, window=np.array([window_row(whole.tolist(), at, known=4)], dtype=np.int32)))
     ids = probe.ids(HashBatch.sequence(whole))
-    return _through(probe, probe.hasher(_SLOTS), [prompt, *steps], [ids[:4], *(ids[i : i + 1] for i in range(4, 8))])
+    return _through(probe, probe.hasher(SLOTS), [prompt, *steps], [ids[:4], *(ids[i : i + 1] for i in range(4, 8))])
 
 
 def fresh_instance(probe: Probe) -> Finding | None:
     """After a KV transfer the window alone gives the single instance's ids; without it they must differ."""
     whole = probe.tokens(9)
     expected = probe.ids(HashBatch.sequence(whole))[8:]
-    probe.hasher(_SLOTS)(_paged(whole[:8], [3, 8, 1]))  # the prefill instance, whose slots do not travel
-    decode = _paged(whole[8:], [3, 8, 1], start=8)
+    probe.hasher(SLOTS)(paged(whole[:8], [3, 8, 1]))  # the prefill instance, whose slots do not travel
+    decode = paged(whole[8:], [3, 8, 1], start=8)
     window = np.array([window_row(whole.tolist(), 8)], dtype=np.int32)
-    if found := probe.differs(replace(decode, window=window), expected, hasher=probe.hasher(_SLOTS)):
+    if found := probe.differs(replace(decode, window=window), expected, hasher=probe.hasher(SLOTS)):
         return found
-    if ids_differ(probe.hasher(_SLOTS)(decode), expected, probe.layout) is None:
+    if ids_differ(probe.hasher(SLOTS)(decode), expected, probe.layout) is None:
         return Finding(detail="a hasher that was told no history knows it", expected="other ids", seen="equal ids")
     return None
 
 
-def _paged(tokens: Any, table: Sequence[int], start: int = 0, dead: Any = None) -> HashBatch:
+def paged(tokens: Any, table: Sequence[int], start: int = 0, dead: Any = None) -> HashBatch:
     """A chunk with slots and block table, window unknown; blocks of four tokens."""
     positions = np.arange(start, start + len(tokens))
-    slots = np.asarray(table)[positions // _BLOCK] * _BLOCK + positions % _BLOCK
+    slots = np.asarray(table)[positions // BLOCK] * BLOCK + positions % BLOCK
     return HashBatch.sequence(
-        tokens, start=start, dead=dead, slots=slots, block_table=[*table, *([0] * (3 - len(table)))], block_size=_BLOCK
+        tokens, start=start, dead=dead, slots=slots, block_table=[*table, *([0] * (3 - len(table)))], block_size=BLOCK
     )
 
 
 def _through(probe: Probe, hasher: Any, batches: Sequence[HashBatch], expected: Sequence[Any]) -> Finding | None:
     """Feed the batches to one hasher in order; ``expected`` None is a batch whose output is not judged."""
-    for number, (batch, ids) in enumerate(zip(batches, expected, strict=True)):
-        seen = hasher(batch)
-        if ids is not None and (found := ids_differ(seen, ids, probe.layout)):
-            return replace(found, detail=f"batch {number}: {found.detail}")
-    return None
+    through = ((hasher(batch), ids) for batch, ids in zip(batches, expected, strict=True))
+    found = (None if ids is None else ids_differ(seen, ids, probe.layout) for seen, ids in through)
+    return first((f"batch {number}", each) for number, each in enumerate(found))
 
 
 SLOT_CASES = (

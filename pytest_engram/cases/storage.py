@@ -1,8 +1,9 @@
 """The contract cases of shared host storage: S1–S7, S13 and S14.
 
 A backend with the capability offers ``storage(group, nbytes, cudart, *, backing)``: one rank's
-:class:`~pytest_engram.numa.shared.SharedTable`, registered through the given calls.  Ranks are threads of this process
-that meet at the real hub, so that a case sees every rank's registration and memory.
+:class:`~pytest_engram.numa.shared.SharedTable` or what has its ``buffer``, ``load``, ``close`` and ``receipts``, with a
+``device_view()`` of its own if need be, registered through the given calls.  Ranks are threads of this process that
+meet at the real hub, so that a case sees every rank's registration and memory; only CUDA's registration is played.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported
-from pytest_engram.errors import EngramError, NotMeasurable, PeerError, PlacementError
+from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, refused
+from pytest_engram.errors import EngramError, NotMeasurable, PeerError
 from pytest_engram.gpu.views import HostView, device_view
-from pytest_engram.numa.group import Channel, Frame, LocalGroup, SoloGroup
+from pytest_engram.numa.group import Channel, LocalGroup, SoloGroup
 from pytest_engram.numa.hub import Hub, Member
 
 _DEADLINE_S = 10.0
@@ -71,23 +72,14 @@ class _OnHost:
         return int(self._view.__cuda_array_interface__["data"][0])
 
 
-class _RankChannel(Channel):
-    """A thread's end of the line, which its thread closes while the group still listens."""
-
-    def poll(self) -> list[Frame] | None:
-        with suppress(OSError):
-            return super().poll()
-        return None
-
-
-def world(ranks: Sequence[Callable[[Any], Any]]) -> tuple[list[Any], str | None]:
-    """(per rank its result or its error, what the hub told all of them, if anything)."""
+def world(ranks: Sequence[Callable[[Any], Any]]) -> list[Any]:
+    """Per rank its result or its error; None of one that never came back."""
     pairs = [socket.socketpair() for _ in ranks]
     members = [Member(rank, Channel(ours), None) for rank, (ours, _) in enumerate(pairs)]  # type: ignore[arg-type]
     results: list[Any] = [None] * len(ranks)
 
     def run(rank: int, stream: socket.socket) -> None:
-        group = LocalGroup(_RankChannel(stream), rank, len(ranks))
+        group = LocalGroup(Channel(stream), rank, len(ranks))
         try:
             results[rank] = ranks[rank](group)
             group.finish(None)
@@ -95,16 +87,15 @@ def world(ranks: Sequence[Callable[[Any], Any]]) -> tuple[list[Any], str | None]
             results[rank] = error
             group.fail(error if isinstance(error, EngramError) else EngramError(str(error), code="unexpected-error"))
         finally:
-            stream.shutdown(socket.SHUT_RDWR)  # ends the group's listener too
+            stream.shutdown(socket.SHUT_RDWR)  # the hub reads the end
 
     threads = [threading.Thread(target=run, args=(i, theirs), daemon=True) for i, (_, theirs) in enumerate(pairs)]
-    hub, told = Hub(members, _DEADLINE_S, None), None
+    hub = Hub(members, _DEADLINE_S, None)
     try:
         for thread in threads:
             thread.start()
         hub.serve()
     except PeerError as error:
-        told = str(error)
         hub.tell(error, _DEADLINE_S)
     finally:
         for thread in threads:
@@ -112,7 +103,7 @@ def world(ranks: Sequence[Callable[[Any], Any]]) -> tuple[list[Any], str | None]
         hub.close()
         for _, theirs in pairs:
             theirs.close()
-    return results, told
+    return results
 
 
 def _is_mapped(address: int) -> bool:
@@ -120,16 +111,9 @@ def _is_mapped(address: int) -> bool:
     return any(int(low, 16) <= address < int(high, 16) for low, high in spans)
 
 
-def _storage(probe: Probe) -> Callable[..., Any]:
-    make = getattr(probe.backend, "storage", None)
-    if make is None:
-        raise Unsupported("the backend has no storage(group, nbytes, cudart)")
-    return make  # type: ignore[no-any-return]
-
-
 def _size() -> int:
     """Bytes that no other process uses: what lies in /dev/shm with this size is ours."""
-    return (16 + os.getpid() % 512) * 4096
+    return (1 + os.getpid() % 127) * 33 * 4096  # whole rows of 32 values and their scale
 
 
 def _files() -> int:
@@ -141,41 +125,42 @@ def _files() -> int:
 
 
 def _all_raise(probe: Probe, nbytes: int, cudarts: Sequence[_Cudart], culprit: int) -> Finding | None:
-    """Every rank raises what the hub told, the culprit its own words of it; nothing stays registered or named."""
-    make = _storage(probe)
-    before = _files()
-    results, told = world([partial(lambda one, group: make(group, nbytes, one), one) for one in cudarts])
+    """Every rank raises one text that names the culprit and has its words; nothing stays registered or named."""
+    make, before = probe.optional("storage"), _files()
+    results = world([partial(lambda one, group: make(group, nbytes, one), one) for one in cudarts])
     _absent(results)
-    if told is None or not all(isinstance(result, Exception) for result in results):
+    if not all(isinstance(result, Exception) for result in results):
         return Finding(detail="not every rank raised", seen=str([type(result).__name__ for result in results]))
-    if any(str(result) != told for rank, result in enumerate(results) if rank != culprit):
-        return Finding(detail="the ranks' texts differ", expected=told, seen=" / ".join(map(str, results)))
-    if f"rank {culprit}" not in told or str(results[culprit]) not in told:
-        return Finding(detail="the culprit is not named", expected=f"rank {culprit}: {results[culprit]}", seen=told)
+    own, told = str(results.pop(culprit)), {str(result) for result in results}
+    if len(told) != 1 or f"rank {culprit}" not in (text := told.pop()) or own not in text:
+        seen = " / ".join([own, *map(str, results)])
+        return Finding(detail="the ranks' texts differ", expected=f"one, naming rank {culprit}", seen=seen)
+    results.clear()  # an error's traceback holds frames, and those hold tables
     if any(one.live or not all(one.undone) for one in cudarts) or _files() > before:
         return Finding(detail="a registration or a file is left", seen=f"{[one.live for one in cudarts]}, {_files()}")
     return None
 
 
 def _absent(results: Sequence[Any]) -> None:
+    """A sandbox's refusal, or the backend's own word that it cannot here, is an absence."""
     for result in results:
-        blocked = isinstance(result, PlacementError) and result.code == "blocked-by-sandbox"
-        if blocked or isinstance(result, NotMeasurable):
+        if isinstance(result, NotMeasurable) or getattr(result, "code", "") == "blocked-by-sandbox":
             raise Unsupported(str(result))
 
 
 def _together(probe: Probe, run: Callable[[Any, Any], Any], **options: Any) -> list[Any]:
     """``run(group, table)`` in two ranks that share a table; raises the first error, closes the tables."""
-    make = _storage(probe)
+    make = probe.optional("storage")
 
     def rank(group: Any) -> Any:
         table = make(group, _size(), _Cudart(), **options)
+        group.barrier(step="built")
         try:
             return run(group, table)
         finally:
             table.close()
 
-    results, _ = world([rank, rank])
+    results = world([rank, rank])
     _absent(results)
     for result in results:
         if isinstance(result, Exception):
@@ -223,7 +208,9 @@ def last_view(probe: Probe) -> Finding | None:
     """Closing waits for the last view, whose end unregisters exactly once, before the memory is unmapped."""
     cudart = _Cudart()
     table = _solo(probe, cudart)
-    view = device_view(table.buffer[4096:], pointer=lambda address: address, tensor=_OnHost)
+    host = partial(device_view, table.buffer[4096:], pointer=lambda address: address, tensor=_OnHost)
+    view = getattr(table, "device_view", host)()
+    del host
     table.close()
     early = len(cudart.undone)
     del view
@@ -261,12 +248,9 @@ def replaced(probe: Probe) -> Finding | None:
     """Putting other memory in the place of the table's is refused."""
     table = _solo(probe, _Cudart())
     try:
-        table.buffer = np.array(table.buffer)
-    except Exception:  # noqa: BLE001 - whichever error the storage chose
-        return None
+        return refused(lambda: setattr(table, "buffer", np.array(table.buffer)), "other memory as the table's")
     finally:
         table.close()
-    return Finding(detail="the table's memory was replaced")
 
 
 def placed_first(probe: Probe) -> Finding | None:
@@ -280,19 +264,18 @@ def placed_first(probe: Probe) -> Finding | None:
 
 def huge_pages(probe: Probe) -> Finding | None:
     """Results do not depend on huge pages: anonymous THP memory holds the same bytes."""
-    sums = []
+    wanted, same = (np.arange(_size()) % 251).astype(np.uint8), []
     for backing in ("tmpfs", "anon-thp"):
         table = _solo(probe, _Cudart(), backing=backing)
-        table.load(lambda buffer: np.copyto(buffer, np.arange(len(buffer)) % 251, casting="unsafe"), SoloGroup())
-        sums.append((table.buffer.nbytes, bool((table.buffer == np.arange(_size()) % 251).all())))
+        table.load(partial(np.copyto, src=wanted), SoloGroup())
+        same.append(bool(np.array_equal(table.buffer, wanted)))
         table.close()
-    wanted = [(_size(), True)] * 2
-    return None if sums == wanted else Finding(detail="bytes with tmpfs and THP", expected=str(wanted), seen=str(sums))
+    return None if all(same) else Finding(detail="right bytes with tmpfs, THP", expected="[True, True]", seen=str(same))
 
 
 def _solo(probe: Probe, cudart: _Cudart, **options: Any) -> Any:
     try:
-        return _storage(probe)(SoloGroup(), _size(), cudart, **options)
+        return probe.optional("storage")(SoloGroup(), _size(), cudart, **options)
     except EngramError as error:
         _absent([error])
         raise

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from pytest_engram.errors import NotMeasurable
+from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.gpu import registration
 from pytest_engram.gpu.cumem import Driver, HeldCudart, offer, receive
 from pytest_engram.model import TablePlan
@@ -68,7 +68,7 @@ class Pinned(DriverMade):
             _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
         except OSError as error:
             raise _syscalls.refused(error, f"policy {self._asked.mode} {self._asked.nodes}") from error
-        self.cudart = HeldCudart(self.library(), mapped=False)
+        self.cudart = HeldCudart(self.library())
         vmas = pages.mapped_vmas(self.address, self.nbytes, name="maps")
         self.detail = f"{vmas[-1].end - vmas[0].start} bytes mapped for {self.nbytes}"
 
@@ -100,10 +100,19 @@ class CuMem(DriverMade):
         self._handle = self._driver.adopt(self._descriptor), int(handle["node"]), int(handle["length"])
 
     def map(self) -> None:
-        """Map all of it for the host; the GPU's access comes with the registration."""
+        """Map all of it for GPU and host; an imported mapping that the driver refuses is a named absence."""
         handle, node, length = self._handle
-        self._view = self._driver.map(handle, node, length)[: self.nbytes]
-        self.cudart = HeldCudart(self._driver, mapped=True)
+        try:
+            self._view = self._driver.map(handle, node, length)[: self.nbytes]
+        except PlacementError as error:
+            if self._offer is not None:  # its own memory: an error like any other
+                raise
+            raise NotMeasurable(
+                f"{error}, of memory that another rank made", code="cumem-not-shared", where="map",
+                expected="a driver that maps an imported HOST_NUMA allocation for GPU and host",
+                way_out="one rank per table (per-gpu-node), or the tmpfs or memfd backing",
+            ) from error  # fmt: skip
+        self.cudart = HeldCudart(self._driver)
         self.detail = f"{length} bytes on node {node} for {self.nbytes}"
 
     def close(self) -> None:

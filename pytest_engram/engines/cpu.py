@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,12 @@ class CpuEngine(SuiteEngine):
         }
         self.notes = tuple(note for note, applies in notes.items() if applies)
         layout = setup.layout
-        self._staging = np.zeros((len(setup.tables), setup.max_tokens, layout.columns, layout.head_dim), np.uint16)
+        shape = len(setup.tables), setup.max_tokens, self._shards[0].local_heads, layout.head_dim
+        self._allocate(np.zeros(shape, np.uint16), partial(np.zeros, dtype=np.uint16))
         self._chain = Chain(layout, setup.workload, setup.seed)
         self.resolution_ns = clock_resolution()
         self._fifo = PrefetchQueue(worker)  # before the rest is bound: a CPU that is refused leaves nothing behind
+        self._fifos, self._worker = [self._fifo], worker
         try:
             # Two BLAS threads that spin on one CPU are slower than none: without its limit the pool stays unbound.
             self._affinity = bind_threads([threading.get_native_id(), *(foreign_threads() if limited else ())], main)
@@ -83,21 +86,21 @@ class CpuEngine(SuiteEngine):
         count = str(len(cls.split_cpus(cpus)[0]))
         return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), count)
 
-    def drift(self) -> dict[str, float]:
+    def drift(self) -> dict[str, float | str]:
         """MHz of the engine's CPUs where readable, and the machine's load."""
-        return cpu_clocks(self._setup.cpus)
+        return {**cpu_clocks(self._setup.cpus)}
 
     def close(self) -> None:
         """Join the worker and give every thread its old CPUs back; a second call does nothing."""
         if not self._shards:
             return
         self._shards = ()
-        ended = self._fifo.close(self._deadline_s)
+        alive = [fifo for fifo in self._fifos if not fifo.close(self._deadline_s)]
         sys.setswitchinterval(self._switch_interval)
         for thread, cpus in self._affinity.items():
             bind_threads([thread], cpus)
-        if not ended:
-            raise self._failed("the lookup worker did not end", "lookup-failed")
+        if alive:
+            raise self._failed("a lookup worker did not end", "lookup-failed")
 
     def _stage(self, batch: HashBatch) -> tuple[Any, Any]:
         if self._stuck:
@@ -108,7 +111,13 @@ class CpuEngine(SuiteEngine):
         return np.errstate(all="ignore")  # a wrong row may overflow: the oracle's verdict, not a warning's
 
     def _submit(self, ticket: Ticket) -> None:
-        self._fifo.submit(ticket)
+        if ticket.lane is None:
+            ticket.mark("submit")
+            ticket.work()
+            return
+        if ticket.lane == len(self._fifos):
+            self._fifos.append(PrefetchQueue(self._worker))
+        self._fifos[ticket.lane].submit(ticket)
 
     def _await(self, layer: int, ticket: Ticket) -> None:
         """After a failure nothing need be drained: the queue is serial, what is left runs before the next step's."""
@@ -117,6 +126,11 @@ class CpuEngine(SuiteEngine):
             self._stuck = not ended
             seen = str(ticket.error or "the backend returned no Launch") if ended else f"no end in {self._deadline_s} s"
             raise self._failed(seen, "lookup-failed", f"lookup of layer {layer}") from ticket.error
+
+    def _drain(self) -> None:
+        self._stuck = not all(fifo.drain(self._deadline_s) for fifo in self._fifos)
+        if self._stuck:
+            raise self._failed(f"no end in {self._deadline_s} s", "lookup-failed", "prefetch stream")
 
     def _finish(self, array: Any) -> Any:
         return array.copy()

@@ -1,9 +1,10 @@
 """The CUDA engine: a decoder-like main stream, and one side stream on which a kernel reads registered host rows.
 
 A batch goes up before the measured step, as in a server whose tokens live on the GPU; hashing is its first piece if
-the backend's hasher offers ``on_device(batch, device)``, else it is done before, too.  With ``hold`` the main stream is
-occupied until the host has enqueued the step, so that the events measure the GPU and not the speed of Python; an
-open-loop load, whose clock is the host's, switches it off.  A step synchronises once, at its end.  No CUDA graph.
+the backend's hasher offers ``on_device(batch, device)``, else it is done before, too.  It gives (launch, token ids,
+keep), where ``launch`` is a ``functools.partial`` over the device tensors that it reads of the batch.  With ``hold``
+the main stream is occupied until the host has enqueued the step, so that the events measure the GPU and not the speed
+of Python; an open-loop load, whose clock is the host's, switches it off.  A step synchronises once, at its end.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from functools import partial
 from typing import Any
 
 from pytest_engram.engines.chain import TorchChain
+from pytest_engram.engines.graph import Captured, capture, padded
 from pytest_engram.engines.prefetch import Ticket
-from pytest_engram.engines.protocol import EngineSetup
-from pytest_engram.engines.step import SuiteEngine
+from pytest_engram.engines.protocol import EngineSetup, StepSettings
+from pytest_engram.engines.step import Ran, SuiteEngine
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu import gather, registration, timeline
+from pytest_engram.gpu.link import link_bytes_per_s
+from pytest_engram.gpu.nvml import COUNTERS, Nvml
 from pytest_engram.gpu.streams import PrefetchStream
 from pytest_engram.gpu.views import device_view
 from pytest_engram.hashing import HashBatch
@@ -56,9 +60,12 @@ class CudaEngine(SuiteEngine):
         layout, layers = setup.layout, len(setup.tables)
         self._chain = TorchChain(layout, setup.workload, setup.seed, here.device)
         self._prefetch = PrefetchStream(
-            layers, setup.max_tokens, layout.columns, layout.head_dim, device=here.device, cuda=here.cuda
+            layers, setup.max_tokens, self._shards[0].local_heads, layout.head_dim, device=here.device, cuda=here.cuda
         )
-        self._staging = self._prefetch.staging
+        self._allocate(self._prefetch.staging, self._prefetch.staging.new_zeros)
+        self._graphs: dict[Any, Captured] = {}
+        self._replays = 0
+        self._link = link_bytes_per_s(here.cuda, here.device)
 
     @staticmethod
     def unavailable() -> str | None:
@@ -75,23 +82,52 @@ class CudaEngine(SuiteEngine):
         """What pins a table for this engine: ``register(table)`` on the rank's GPU."""
         return partial(_register, rank)
 
-    def drift(self) -> dict[str, float]:
-        """SM clock, active throttle reasons and the last step's enqueue time; what is not readable is absent."""
-        return {"enqueue_ms": self._enqueue_ns / 1e6, **_gpu_state(self._platform)}
+    def drift(self) -> dict[str, float | str]:
+        """The last step's enqueue time, the link's best rate, graphs replayed since the last call, the GPU's own."""
+        own = {"enqueue_ms": self._enqueue_ns / 1e6, "link_bytes_per_s": self._link, "graph_replays": self._replays}
+        self._replays = 0
+        return {**own, **_gpu_state(self._platform)}
 
     def close(self) -> None:
         """Drop the device views, so that the table can be unregistered; a second call does nothing."""
         if self._shards:
             self._platform.cuda.synchronize()
         self._shards = ()
+        self._graphs.clear()
 
     def _stage(self, batch: HashBatch) -> tuple[Any, Any]:
         if on_device := getattr(self._hasher, "on_device", None):
             self._launch, tokens, keep = on_device(batch, self._platform.device)
             return tokens, keep
-        ids = self._upload(self._hasher(batch))
-        self._launch = lambda: ids
+        self._launch = partial(_same, self._upload(self._hasher(batch)))
         return self._upload(batch.token_ids), self._upload(~batch.dead)
+
+    def _ready(self, batch: HashBatch, settings: StepSettings, *, full: bool, main: bool) -> Callable[[], Ran]:
+        """Whatever a graph needs but its launch; its rows are those of the whole step."""
+        if not settings.graph:
+            return super()._ready(batch, settings, full=full, main=main)
+        wide = padded(batch, self._setup.max_tokens)
+        tokens, keep = self._stage(wide)
+        fresh = (tokens, keep, *(each for each in self._launch.args if hasattr(each, "copy_")))
+        key = settings, full, tuple(tuple(each.shape) for each in fresh)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(partial(self._run, wide, (tokens, keep), settings), fresh, full=full)
+        found = self._graphs[key]
+        found.refill(fresh)
+        found.trace.begin()
+        self._trace = found.trace
+        self._replays += 1
+        return found.replay
+
+    def _capture(self, run: Callable[[], Ran], inputs: tuple[Any, ...], *, full: bool) -> Captured:
+        cuda = self._platform.cuda
+        trace, self._trace = timeline.Marks(cuda, full=full, external=True), self._marks(full=full)
+        run()
+        self._trace = trace
+        try:
+            return capture(cuda, run, inputs, trace)
+        except RuntimeError as error:
+            raise self._failed(str(error), "graph-capture", "CUDA graph") from error
 
     def _hash(self, batch: HashBatch) -> Any:  # noqa: ARG002 - it was staged
         return self._launch()
@@ -114,11 +150,13 @@ class CudaEngine(SuiteEngine):
         yield
         self._enqueue_ns = min(max(time.perf_counter_ns() - started, _HOLD_NS[0]), _HOLD_NS[1])
 
-    def _ticket(self, layer: int, table: int, ids: Any, cap: int | None) -> Ticket:
-        """Both submission points use the same stream, staging, kernel and background cap."""
+    def _ticket(self, layer: int, table: int, ids: Any, settings: StepSettings) -> Ticket:
+        """All submission points use the same staging, kernel and background cap, and but for inline the same stream."""
         mark, lookup = partial(self._trace.mark, layer=layer), partial(self._setup.backend.lookup, self._shards[table])
-        cap = gather.background_cap(self._platform.device) if cap is None else cap
-        return Ticket(partial(self._prefetch.submit, table, ids[:, table], lookup, cap=cap, mark=mark), mark)
+        cap = gather.background_cap(self._platform.device) if settings.cap is None else settings.cap
+        lane = settings.lane(table, len(ids))
+        run = partial(self._prefetch.submit, table, ids[:, table], lookup, cap=cap, mark=mark, lane=lane)
+        return Ticket(run, mark, lane)
 
     def _submit(self, ticket: Ticket) -> None:
         ticket.mark("submit")
@@ -126,6 +164,9 @@ class CudaEngine(SuiteEngine):
 
     def _await(self, layer: int, ticket: Ticket) -> None:  # noqa: ARG002 - its event tells
         self._prefetch.consume(self._tables[layer])
+
+    def _drain(self) -> None:
+        self._prefetch.drain()
 
     def _finish(self, tensor: Any) -> Any:
         """Bring a result to numpy; the one wait for the device."""
@@ -136,11 +177,14 @@ class CudaEngine(SuiteEngine):
             raise self._failed(str(error), "cuda-failed", "step") from error
         return host.numpy().copy()  # pinned memory goes back to torch's cache
 
-    @property
-    def _bits(self) -> Any:
+    def _bits(self, buffer: Any) -> Any:
         import torch
 
-        return self._staging.view(torch.int16)
+        return buffer.view(torch.int16)
+
+
+def _same(ids: Any) -> Any:
+    return ids
 
 
 def _bind(rank: int) -> Any:
@@ -165,18 +209,12 @@ def _platform(rank: int) -> Platform:
     return Platform(cuda=torch.cuda, device=device, view=device_view, spin=timeline.spin)
 
 
-def _gpu_state(platform: Platform) -> dict[str, float]:
-    """What the management library says of this GPU, matched by UUID; empty where it is missing."""
+def _gpu_state(platform: Platform) -> dict[str, float | str]:
+    """What the management library says of this GPU, matched by UUID: each counter, or why it is not known."""
     if platform.device.type != "cuda":
-        return {}
-    from pytest_engram.gpu.nvml import Nvml
-
+        return dict.fromkeys(COUNTERS, "no GPU")
     try:
-        library = Nvml()
-    except NotMeasurable:
-        return {}
-    uuid = f"GPU-{platform.cuda.get_device_properties(platform.device).uuid}"
-    pci = next((pci for pci, answer in library.memory_affinity().items() if answer.uuid == uuid), "")
-    known = {"sm_mhz": library.sm_clocks().get(pci), "throttle_reasons": library.throttle_reasons().get(pci)}
-    known |= {f"pcie_{way}_kb_per_s": rate for way, rate in library.pcie_kb_per_s().get(pci, {}).items()}
-    return {name: float(value) for name, value in known.items() if value is not None}
+        found = Nvml().counters(f"GPU-{platform.cuda.get_device_properties(platform.device).uuid}")
+    except NotMeasurable as error:
+        return dict.fromkeys(COUNTERS, str(error))
+    return {name: value if isinstance(value, str) else float(value) for name, value in found.items()}

@@ -16,12 +16,14 @@ from pytest_engram.errors import PlacementError
 
 
 class Ticket:
-    """One lookup: what to run, where to mark its times, and what became of it."""
+    """One lookup: what to run, where to mark its times, on which side stream (None: inline), and what became of it."""
 
-    __slots__ = ("_finished", "error", "launch", "mark", "run")
+    __slots__ = ("_finished", "error", "lane", "launch", "mark", "run")
 
-    def __init__(self, run: Callable[[], Launch], mark: Callable[[str], Any] = lambda _name: None) -> None:
-        self.run, self.mark, self._finished = run, mark, threading.Lock()
+    def __init__(
+        self, run: Callable[[], Launch], mark: Callable[[str], Any] = lambda _name: None, lane: int | None = 0
+    ) -> None:
+        self.run, self.mark, self.lane, self._finished = run, mark, lane, threading.Lock()
         self._finished.acquire()
         self.launch: Launch | None = None
         self.error: Exception | None = None
@@ -49,6 +51,7 @@ class PrefetchQueue:
 
     def __init__(self, cpus: Iterable[int]) -> None:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._last: Ticket | None = None
         self._thread = threading.Thread(target=self._work, name="engram-prefetch", daemon=True)
         self._thread.start()
         try:
@@ -60,7 +63,12 @@ class PrefetchQueue:
     def submit(self, ticket: Ticket) -> None:
         """Queue a lookup behind those submitted before it."""
         ticket.mark("submit")
+        self._last = ticket
         self._tickets.put(ticket)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait for all that was submitted so far; False when the deadline came first."""
+        return self._last is None or self._last.wait(seconds)
 
     def close(self, seconds: float) -> bool:
         """End the worker after what it still has to do; False when it did not end in time."""

@@ -6,36 +6,74 @@ consumer), runs the layers' main compute, waits for each lookup at its own layer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pytest_engram.backends.protocol import Backend
+from pytest_engram.errors import UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 from pytest_engram.model import Timeline, Workload
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "submission": ("early", "at_consumption"), "wait": ("layer", "stream"), "streams": (1, 2), "graph": (False, True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """What an arm may change.  ``cap`` bounds a background launch; None leaves the engine's own half-machine cap."""
+    """What an arm may change; a value that no engine knows is a ``UsageError``: ``bad-submission``, ``bad-wait`` …
+
+    ``cap`` bounds a background launch; None leaves the engine's own half-machine cap.  ``wait`` "stream": a consumer
+    waits for all lookups that were submitted so far, not for its layer's only.  A batch of more than ``inline_above``
+    tokens looks up at its consumers, on the main stream, under the same cap.  Two ``streams``, in turn, are no serial
+    queue: the negative control.  ``graph``: the step is captured once per batch shape and replayed.
+    """
 
     submission: str = "early"  # or "at_consumption"
     cap: int | None = None
+    wait: str = "layer"  # or "stream"
+    inline_above: int | None = None
+    streams: int = 1
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _ALLOWED.items():
+            if (seen := getattr(self, name)) not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                raise UsageError(f"{name} {seen!r}", code=f"bad-{name}", who="step settings", expected=expected)
+        if self.inline_above is not None and self.inline_above < 0:
+            seen = f"inline_above {self.inline_above}"
+            raise UsageError(seen, code="bad-inline-above", who="step settings", expected="a token count or nothing")
+
+    def lane(self, table: int, tokens: int) -> int | None:
+        """The side stream of a table's lookup, None for one that runs inline."""
+        inline = self.inline_above is not None and tokens > self.inline_above
+        return None if inline else table % self.streams
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``main_ns`` is the step without its consumer waits.  ``timeline`` is None for an unmarked step."""
+    """``main_ns`` is the step without its consumer waits and its gathers, which ``communication_ns`` sums up.
+
+    ``timeline`` is None for an unmarked step, ``communication_ns`` where the heads are not sharded.
+    """
 
     step_ns: int
     main_ns: int
-    output: Any  # hidden states float32 [T, D] as numpy
+    output: Any  # hidden states float32 [T, D] as numpy; [0, D] where they were not asked for
     timeline: Timeline | None = None
+    communication_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
     """Everything an engine is built from.  ``tables``: one (weight u8 [rows, dim], scales u8 [rows, dim//32]) pair of
-    numpy views of the shared table per Engram layer; an engine keeps views, never copies."""
+    numpy views of the shared table per Engram layer; an engine keeps views, never copies.
+
+    ``shard``: this rank's index and the number of head shards.  With more than one the rank looks up only its own
+    heads, and ``gather(out, local)`` fills ``out`` [shards, T, local heads, dim] from every rank's ``local``.
+    """
 
     rank: int
     layout: EngramLayout
@@ -46,6 +84,8 @@ class EngineSetup:
     cpus: tuple[int, ...]
     max_tokens: int
     seed: int
+    shard: tuple[int, int] = (0, 1)
+    gather: Callable[[Any, Any], None] | None = None
 
 
 class Engine(Protocol):
@@ -55,14 +95,19 @@ class Engine(Protocol):
     resolution_ns: int
     hold: bool  # an asynchronous engine starts a step only when all of it is enqueued: events then time the device
 
-    def step(self, batch: HashBatch, settings: StepSettings, *, marks: bool, index: int = 0) -> StepResult:
-        """Run one step; ``batch`` has at most ``max_tokens`` tokens."""
+    def step(
+        self, batch: HashBatch, settings: StepSettings, *, marks: bool, index: int = 0, output: bool = True
+    ) -> StepResult:
+        """Run one step; ``batch`` has at most ``max_tokens`` tokens.  Without ``output`` its states stay behind."""
 
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
-        """(ids int32 [T, L, H], staged rows u16 [T, L, H, dim] as numpy) through the same path as a step."""
+        """(ids int32 [T, L, H], staged rows u16 [T, L, H, dim] of all shards) as numpy, on the path of a step."""
 
-    def drift(self) -> dict[str, float]:
-        """What can drift between runs and was read just now: clocks, temperatures, load."""
+    def alone_ns(self, batch: HashBatch, settings: StepSettings) -> int:
+        """ΣL_i of the batch's lookups with no main compute beside them: same queue and staging, never in a graph."""
+
+    def drift(self) -> dict[str, float | str]:
+        """What can drift between runs and was read just now: clocks, load, counters; a text says why one is missing."""
 
     def close(self) -> None:
         """Stop the queue and let go of the table."""

@@ -10,53 +10,70 @@ import numpy as np
 from pytest_engram.backends.protocol import TableShard
 from pytest_engram.engines.protocol import EngineSetup
 from pytest_engram.errors import UsageError
-from pytest_engram.layout import EngramLayout
+from pytest_engram.layout import EngramLayout, HeadShard, head_shard
 from pytest_engram.rows import synthetic_rows
 
 _ALIGN = 4096
 _CHUNK_BYTES = 4 << 20  # synthetic rows are written in pieces that stay in the cache
 
 
-def table_bytes(layout: EngramLayout) -> int:
-    """Bytes of the buffer that holds every layer of ``layout``; a multiple of 4 KiB."""
-    return _segments(layout)[-1][1]
+WHOLE = (0, 1)  # every head: (index of a head shard, number of shards)
 
 
-def table_views(buffer: Any, layout: EngramLayout) -> tuple[tuple[Any, Any], ...]:
+def table_bytes(layout: EngramLayout, shard: tuple[int, int] = WHOLE) -> int:
+    """Bytes of the buffer that holds every layer of ``layout``, or a shard of each; a multiple of 4 KiB."""
+    return _segments(layout, shard)[-1][1]
+
+
+def table_views(buffer: Any, layout: EngramLayout, shard: tuple[int, int] = WHOLE) -> tuple[tuple[Any, Any], ...]:
     """(weight u8 [rows, dim], scales u8 [rows, dim // block]) per layer: views of ``buffer``, never copies.
 
-    ``buffer`` is anything with the buffer protocol, u8, of at least ``table_bytes(layout)`` bytes.
+    ``buffer`` is anything with the buffer protocol, u8, of at least ``table_bytes(layout, shard)`` bytes.
     """
-    flat = np.frombuffer(buffer, np.uint8)
-    if len(flat) < table_bytes(layout):
-        raise UsageError(
-            f"{len(flat)} bytes", code="small-buffer", who="table", expected=f"at least {table_bytes(layout)} bytes"
-        )
-    segments = [flat[start : start + shape[0] * shape[1]].reshape(shape) for start, _, shape in _segments(layout)]
-    return tuple(zip(segments[::2], segments[1::2], strict=True))
+    flat, least = np.frombuffer(buffer, np.uint8), table_bytes(layout, shard)
+    if len(flat) < least:
+        raise UsageError(f"{len(flat)} bytes", code="small-buffer", who="table", expected=f"at least {least} bytes")
+    found = [flat[start : start + shape[0] * shape[1]].reshape(shape) for start, _, shape in _segments(layout, shard)]
+    return tuple(zip(found[::2], found[1::2], strict=True))
 
 
-def fill_table(buffer: Any, layout: EngramLayout, seed: int, *, check: Callable[[], None] | None = None) -> None:
+def fill_table(
+    buffer: Any, layout: EngramLayout, seed: int, *, shard: tuple[int, int] = WHOLE,
+    check: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Write the synthetic rows of every layer; ``check`` is called between pieces and may raise to stop."""
     step = max(1, _CHUNK_BYTES // layout.head_dim)
-    for layer, (weight, scales) in enumerate(table_views(buffer, layout)):
+    for layer, (weight, scales) in enumerate(table_views(buffer, layout, shard)):
+        first = _rows(layout, layer, shard).start
         for start in range(0, len(weight), step):
             stop = min(start + step, len(weight))
             weight[start:stop], scales[start:stop] = synthetic_rows(
-                start, stop, layout.head_dim, layer=layer, seed=seed, block=layout.block
+                first + start, first + stop, layout.head_dim, layer=layer, seed=seed, block=layout.block
             )
             if check is not None:
                 check()
 
 
-def full_shards(views: tuple[tuple[Any, Any], ...], layout: EngramLayout) -> tuple[TableShard, ...]:
-    """Per Engram layer the shard of a rank that owns every head; ids beyond the primes' sum give zeros."""
+def full_shards(
+    views: tuple[tuple[Any, Any], ...], layout: EngramLayout, shard: tuple[int, int] = WHOLE
+) -> tuple[TableShard, ...]:
+    """Per Engram layer the part of the rank ``shard`` = (index, shards): by default every head.
+
+    ``views`` are of whole layers, or of this shard's rows where the rank has a table of its own.
+    Ids beyond the primes' sum give zeros.  ``UsageError`` for a shard without heads.
+    """
+    index, shards = shard
     return tuple(
-        TableShard(
-            weight=weight, scales=scales, start=0, end=layout.rows(index),
-            head_start=0, local_heads=layout.columns, total_heads=layout.columns,
-        )
-        for index, (weight, scales) in enumerate(views)
+        _part(weight, scales, head_shard(layout.primes[layer], shards, index), layout.columns)
+        for layer, (weight, scales) in enumerate(views)
+    )
+
+
+def _part(weight: Any, scales: Any, own: HeadShard, columns: int) -> TableShard:
+    rows = slice(None) if len(weight) == own.end - own.start else slice(own.start, own.end)
+    return TableShard(
+        weight=weight[rows], scales=scales[rows], start=own.start, end=own.end,
+        head_start=own.head_start, local_heads=own.local_heads, total_heads=columns,
     )  # fmt: skip
 
 
@@ -71,10 +88,19 @@ def consumers(setup: EngineSetup) -> dict[int, int]:
     return {layer: index for index, layer in enumerate(layers)}
 
 
-def _segments(layout: EngramLayout) -> list[tuple[int, int, tuple[int, int]]]:
+def _rows(layout: EngramLayout, layer: int, shard: tuple[int, int]) -> range:
+    """The rows of a layer's table that a shard's buffer holds."""
+    if shard[1] == 1:
+        return range(layout.num_embeddings[layer])
+    own = head_shard(layout.primes[layer], shard[1], shard[0])
+    return range(own.start, own.end)
+
+
+def _segments(layout: EngramLayout, shard: tuple[int, int] = WHOLE) -> list[tuple[int, int, tuple[int, int]]]:
     """(start, aligned stop, shape) of weight and scales of each layer, in bytes from the buffer's begin."""
     segments, start = [], 0
-    for rows in layout.num_embeddings:
+    for layer in range(len(layout.layer_ids)):
+        rows = len(_rows(layout, layer, shard))
         for columns in (layout.head_dim, layout.head_dim // layout.block):
             stop = start + -(-rows * columns // _ALIGN) * _ALIGN
             segments.append((start, stop, (rows, columns)))

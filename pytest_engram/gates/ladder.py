@@ -46,7 +46,8 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
 
 def not_measured(experiment: Experiment, problem: Problem) -> Verdict:
     """The verdict of an experiment that could not be measured: gate 0 says why, the rest is blocked."""
-    findings = enumerate((of_problem(problem), *[_BLOCKED] * 4))
+    who = "" if problem.who == experiment.id else problem.who  # the verdict names its experiment itself
+    findings = enumerate((of_problem(replace(problem, who=who)), *[_BLOCKED] * 4))
     return _verdict(experiment, [found.result(gate, experiment.claim) for gate, found in findings], "", ())
 
 

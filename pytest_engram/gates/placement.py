@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pytest_engram.experiment_rules import settings
 from pytest_engram.gates.comparison import Case
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import Moment, PageDistribution, Plan, RunRecord, TablePlan
@@ -25,6 +26,17 @@ def placement(case: Case) -> Iterator[Finding]:
     words = "; ".join(f"{arm}: {_words(found)}" for arm, found in shares.items())
     limit = f"pages as asked in {len(case.runs)} runs, on every rank, at three moments"
     yield Finding("treatment-delivered" if moved else "no-treatment", words, limit, moved)
+
+
+def huge_pages(case: Case) -> Iterator[Finding]:
+    """A table that is to lie in transparent huge pages does so, but for an odd end: the kernel gives them or not."""
+    for run in case.runs.values():
+        asked = settings(case.experiment, run.arm)["backing"] == "anon-thp"
+        for audit in (audit for sample in run.placement for audit in sample.distributions if asked):
+            lost = audit.covered_bytes - (audit.huge_bytes or 0)
+            if lost > max(_HUGE, (1 - BOUND) * audit.covered_bytes):
+                where = f"arm {run.arm}, run {run.index}, {audit.moment.value}, rank {audit.rank}"
+                yield Finding("pages-not-huge", f"{where}: {lost} of {audit.covered_bytes} bytes in base pages")
 
 
 def _faults(plan: Plan, run: RunRecord) -> Iterator[Finding]:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from pytest_engram import metrics, stats
+from pytest_engram import ledger, metrics, stats
+from pytest_engram.experiment_rules import settings
 from pytest_engram.gates.comparison import Case
 from pytest_engram.gates.placement import from_rank
 from pytest_engram.gates.reasons import Finding
@@ -43,14 +44,17 @@ def _drift(case: Case) -> Iterator[Finding]:
             if max(middles) > (1 + CLOCK_DRIFT) * min(middles):
                 seen = f"{key} between {min(middles):.0f} and {max(middles):.0f}"
                 yield Finding("machine-drifted", seen, f"{CLOCK_DRIFT:.0%}")
-        elif key.startswith("throttle"):
+        elif "throttle" in key:
             hot = sum(bool(int(value) & SLOWDOWNS) for _, value in values)
             if hot > THROTTLED_RUNS * len(runs):
                 yield Finding("throttled", f"{key} in {hot} of {len(runs)} runs", f"{THROTTLED_RUNS:.0%}")
 
 
 def _serial(case: Case) -> Iterator[Finding]:
-    """What no serial queue can do, within the timer's resolution; a late start is scheduling, not a contradiction."""
+    """What no serial queue can do, within the timer's resolution; a late start is scheduling, not a contradiction.
+
+    An arm that asks for more than one stream is none, whether or not its lookups happened to overlap.
+    """
     for run in case.runs.values():
         for sample in run.overlap:
             for line in sample.timelines:
@@ -58,17 +62,23 @@ def _serial(case: Case) -> Iterator[Finding]:
                 if fault:
                     seen = f"arm {run.arm}, run {run.index}, rank {line.rank}, step {line.step}: {fault}"
                     yield Finding("not-a-serial-queue", seen)
+    for arm in ("A", *case.candidates):
+        if (streams := settings(case.experiment, arm)["streams"]) != 1:
+            yield Finding("not-a-serial-queue", f"arm {arm} asks for {streams} streams", "one")
 
 
 def _floor(case: Case) -> Iterator[Finding]:
-    """Distinct rows cannot arrive faster than the link carries them; silent where the link's speed is not known."""
-    limit = (case.evidence.provenance.get("link_bytes_per_s") or {}).get("value") or math.inf
-    for run in case.runs.values():
-        for sample in run.overlap:
-            rate = metrics.source_bandwidth(sample)
-            if sample.state == "low-reuse" and rate is not None and rate > limit:
-                seen = f"arm {run.arm}, run {run.index}, rank {sample.rank}: {rate / 1e9:.1f} GB/s"
-                yield Finding("faster-than-link", seen, f"{limit / 1e9:.1f} GB/s")
+    """Distinct rows cannot arrive faster than the link carries a copy, at its best in any run; silent without one."""
+    rates = [run.drift[key] for run in case.runs.values() for key in run.drift if key.endswith("link_bytes_per_s")]
+    for run in case.runs.values() if rates else ():
+        for sample in (sample for sample in run.overlap if sample.state == "low-reuse"):
+            busy, rows = metrics.busy_ns(sample), sample.distinct_bytes
+            rows = sample.source_bytes if rows is None else rows
+            least = 1e9 * ledger.link_floor_s(rows, max(rates))
+            if busy is not None and busy < least:
+                where = f"arm {run.arm}, run {run.index}, rank {sample.rank}"
+                seen = f"{where}: {rows} bytes of distinct rows in {busy:.0f} ns"
+                yield Finding("faster-than-link", seen, f"{least:.0f} ns at {max(rates) / 1e9:.1f} GB/s")
 
 
 def _emulated(case: Case) -> Iterator[Finding]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
 
+from pytest_engram.experiment_rules import settings
 from pytest_engram.gates.comparison import Case
-from pytest_engram.gates.placement import placement
+from pytest_engram.gates.placement import huge_pages, placement
 from pytest_engram.gates.reasons import Finding
-from pytest_engram.model import OverlapSample, RunRecord, Timeline
-from pytest_engram.schedule import base_arm
+from pytest_engram.model import RunRecord, Timeline
 
 Launches = dict[tuple[int, int, int], set[int]]  # (rank, layer, rows) -> grids that ran
 
 
 def treatment(case: Case) -> Iterator[Finding]:
-    """Gate 1: conditions first (fingerprints, grids), then the treatment of the experiment's variable."""
+    """Gate 1: conditions first (fingerprints, grids, huge pages), then the treatment of the experiment's variable."""
     yield from _conditions(case)
+    yield from huge_pages(case)
     yield from _TREATMENTS[case.experiment.variable](case)
 
 
@@ -30,7 +33,7 @@ def _conditions(case: Case) -> Iterator[Finding]:
                 seen = f"{key}: {first.get(key)} in {runs[0].arm}, {found.get(key)} in {run.arm}"
                 yield Finding("undeclared-difference", seen, "only the variable differs")
     base = _launches(case.of("A"))
-    for arm in case.candidates if case.experiment.variable in ("policy", "submission") else ():
+    for arm in case.candidates if case.experiment.variable not in ("cap", "backend") else ():
         for shape, grids in _launches(case.of(arm)).items():
             if grids != base.get(shape, grids):
                 _, layer, rows = shape
@@ -47,43 +50,125 @@ def _declared(case: Case, key: str) -> bool:
 
 
 def _submission(case: Case) -> Iterator[Finding]:
-    arms = {arm: settings["submission"] for arm, settings in case.experiment.arms.items()}
+    """Every lookup where its arm asks, in marked steps of every batch size; treated where the workload's own differ."""
+    asked: dict[str, dict[int, str]] = {arm: {} for arm in case.arms}
     for run in case.runs.values():
-        where, asked = f"arm {run.arm}, run {run.index}", arms[base_arm(run.arm)]
+        chosen, where = settings(case.experiment, run.arm), f"arm {run.arm}, run {run.index}"
         ranks = {sample.rank for sample in run.overlap if sample.timelines}
         if ranks != set(range(case.experiment.ranks)):
             yield Finding("no-timelines", where, "on every rank")
-        for fault in _misplaced(run, asked):
-            yield Finding("submission-not-as-asked", f"{where}, {fault}", f"submission {asked}")
+        for resolution, line in (*_marked(run), *_swept(run)):
+            asked[run.arm][line.tokens] = way = _way(chosen, line.tokens)
+            for layer in _misplaced(line, resolution, way):
+                seen = f"{where}, rank {line.rank}, step {line.step}: layer {layer} is submitted elsewhere"
+                yield Finding("submission-not-as-asked", seen, f"submission {way} of {line.tokens} tokens")
+    own = {line.tokens for run in case.runs.values() for _, line in _marked(run)}
+    moved = tuple(arm for arm in case.candidates if any(asked[arm].get(size) != asked["A"].get(size) for size in own))
+    words = (f"{arm} {_ways(asked[arm])}" for arm in ("A", *case.candidates))
     steps = sum(len(sample.timelines) for run in case.runs.values() for sample in run.overlap)
-    seen = f"{', '.join(f'{arm} {how}' for arm, how in arms.items())}, in {steps} marked steps"
-    yield Finding("treatment-delivered", seen, "every lookup as its arm asks", case.candidates)
+    seen = f"{', '.join(words)}, in {steps} marked steps"
+    yield Finding("treatment-delivered" if moved else "no-treatment", seen, "every lookup as its arm asks", moved)
 
 
-def _misplaced(run: RunRecord, asked: str) -> Iterator[str]:
-    """Lookups that were not submitted as asked.
+def _way(chosen: dict[str, Any], tokens: int) -> str:
+    """Where a batch's lookups are to be submitted: an engine may turn to its consumers above a number of tokens."""
+    inline = chosen["inline_above"] is not None and tokens > chosen["inline_above"]
+    return "at_consumption" if inline else str(chosen["submission"])
+
+
+def _ways(asked: dict[int, str]) -> str:
+    """``early``, or ``early at 1/64 tokens, at_consumption at 2048 tokens``."""
+    sizes = {way: [str(size) for size in sorted(asked) if asked[size] == way] for way in sorted({*asked.values()})}
+    return ", ".join(sizes) if len(sizes) < 2 else ", ".join(f"{w} at {'/'.join(s)} tokens" for w, s in sizes.items())
+
+
+def _misplaced(line: Timeline, resolution: int, asked: str) -> Iterator[int]:
+    """Layers whose lookups were not submitted as asked.
 
     Early: before the first consumer waits and before the own layer's compute starts.  At consumption: after the
     compute of every earlier layer and no later than the own wait.
     """
-    for sample, line in _marked(run):
-        first_wait = min(mark.wait_before for mark in line.lookups)
-        compute = [span for span in line.spans if span.name == "compute"]
-        for mark in line.lookups:
-            starts = [span.start for span in compute if span.layer == mark.layer]
-            ends = [span.end for span in compute if span.layer < mark.layer]
-            late = mark.submit - sample.resolution_ns > min([first_wait, *starts])
-            ahead = mark.submit + sample.resolution_ns < max(ends, default=mark.wait_before)
-            if late if asked == "early" else ahead or mark.submit > mark.wait_after:
-                yield f"rank {line.rank}, step {line.step}: layer {mark.layer} is submitted elsewhere"
+    first_wait = min(mark.wait_before for mark in line.lookups)
+    compute = [span for span in line.spans if span.name == "compute"]
+    for mark in line.lookups:
+        starts = [span.start for span in compute if span.layer == mark.layer]
+        ends = [span.end for span in compute if span.layer < mark.layer]
+        late = mark.submit - resolution > min([first_wait, *starts])
+        ahead = mark.submit + resolution < max(ends, default=mark.wait_before)
+        if late if asked == "early" else ahead or mark.submit > mark.wait_after:
+            yield mark.layer
 
 
-def _marked(run: RunRecord) -> Iterator[tuple[OverlapSample, Timeline]]:
-    return ((sample, line) for sample in run.overlap for line in sample.timelines if line.lookups)
+def _marked(run: RunRecord) -> Iterator[tuple[int, Timeline]]:
+    """(timer's resolution, marked step) at the workload's own batch size."""
+    return ((sample.resolution_ns, line) for sample in run.overlap for line in sample.timelines if line.lookups)
+
+
+def _swept(run: RunRecord) -> Iterator[tuple[int, Timeline]]:
+    """The same of the other sizes: one step each."""
+    resolution = {sample.rank: sample.resolution_ns for sample in run.overlap}
+    lines = (sample.timeline for sample in run.sweep if sample.timeline is not None and sample.timeline.lookups)
+    return ((resolution.get(line.rank, 0), line) for line in lines)
+
+
+def _wait(case: Case) -> Iterator[Finding]:
+    """A wait for the stream ends after all that was submitted before it; one for the layer need not, and once did not.
+
+    Where it always did, both arms ran alike.
+    """
+    ahead = dict.fromkeys(case.arms, 0)
+    for run in case.runs.values():
+        lines = [*_marked(run)]
+        if not lines:
+            yield Finding("no-timelines", f"arm {run.arm}, run {run.index}", "in every arm")
+        early = [line for resolution, line in lines if _went_on(line, resolution)]
+        if early and settings(case.experiment, run.arm)["wait"] == "stream":
+            seen = f"arm {run.arm}, run {run.index}, rank {early[0].rank}, step {early[0].step}"
+            yield Finding("wait-not-as-asked", f"{seen}: a consumer went on before the stream was done", "wait stream")
+        ahead[run.arm] += len(early)
+    apart = {arm for arm in ahead if (ahead[arm] > 0) != (ahead["A"] > 0)}
+    counts = ", ".join(f"{arm} {count}" for arm, count in ahead.items())
+    seen = f"marked steps in which a consumer went on ahead of the stream: {counts}"
+    passed = tuple(arm for arm in case.candidates if arm in apart)
+    yield Finding(
+        "treatment-delivered" if passed else "no-treatment", seen, "some with layer, none with stream", passed
+    )
+
+
+def _went_on(line: Timeline, resolution: int) -> bool:
+    return any(
+        mark.wait_after + resolution < other.done
+        for mark in line.lookups
+        for other in line.lookups
+        if other.submit < mark.wait_before
+    )
+
+
+def _streams(case: Case) -> Iterator[Finding]:
+    """Only says whether lookups overlapped: gate 2 voids whatever did not run on one stream."""
+    counts = {arm: [_overlapping(line) for run in case.of(arm) for _, line in _marked(run)] for arm in case.arms}
+    seen = ", ".join(f"{arm} in {sum(found)} of {len(found)}" for arm, found in counts.items())
+    yield Finding("treatment-delivered", f"marked steps with overlapping lookups: {seen}", "", case.candidates)
+
+
+def _overlapping(line: Timeline) -> bool:
+    spans = sorted((mark.start, mark.done) for mark in line.lookups)
+    return any(after[0] < before[1] for before, after in pairwise(spans))
+
+
+def _graph(case: Case) -> Iterator[Finding]:
+    """Each run's own count of replayed steps: none without graphs, some with them."""
+    for run in case.runs.values():
+        replays, asked = run.drift.get("graph_replays"), settings(case.experiment, run.arm)["graph"]
+        if replays is None or (replays > 0) != asked:
+            seen = "no count of replays" if replays is None else f"{replays:.0f} replayed steps"
+            yield Finding("graph-not-as-asked", f"arm {run.arm}, run {run.index}: {seen}", f"graph {asked}".lower())
+    seen = ", ".join(f"{arm} {sum(run.drift['graph_replays'] for run in case.of(arm)):.0f}" for arm in case.arms)
+    yield Finding("treatment-delivered", f"replayed steps: {seen}", "some with graphs, none without", case.candidates)
 
 
 def _cap(case: Case) -> Iterator[Finding]:
-    """A cap is a treatment only where the actual grid changed; candidates without a change drop out."""
+    """A cap is a treatment only where the actual grid changed; of candidates that ran alike only the first stays in."""
     launches = {arm: _launches(case.of(arm)) for arm in ("A", *case.candidates)}
     grids = {arm: set().union(*found.values()) for arm, found in launches.items()}
     for arm, ran in grids.items():
@@ -92,11 +177,12 @@ def _cap(case: Case) -> Iterator[Finding]:
             yield Finding("no-timelines", f"arm {arm}", "in every arm")
         if cap is not None and max(ran) > cap:
             yield Finding("cap-not-obeyed", f"arm {arm}: {max(ran)} programs", f"≤ {cap}")
-    treated = tuple(arm for arm in case.candidates if launches[arm] != launches["A"])
-    untreated = [f"{arm}: no treatment, the same grid as A" for arm in case.candidates if arm not in treated]
+    like = {arm: next(other for other in launches if launches[other] == found) for arm, found in launches.items()}
+    treated = tuple(arm for arm in case.candidates if like[arm] == arm)
+    untreated = [f"{arm}: no treatment, the same grid as {like[arm]}" for arm in case.candidates if arm not in treated]
     seen = "grids: " + ", ".join(f"{arm} {_words(ran)}" for arm, ran in grids.items())
     reason = "treatment-delivered" if treated else "no-treatment"
-    yield Finding(reason, seen, "a grid other than A's", treated, notes=tuple(untreated))
+    yield Finding(reason, seen, "a grid of its own", treated, notes=tuple(untreated))
 
 
 def _launches(runs: list[RunRecord]) -> Launches:
@@ -129,4 +215,7 @@ def _words(grids: Iterable[int]) -> str:
     return "/".join(map(str, sorted(grids)))
 
 
-_TREATMENTS = {"policy": placement, "submission": _submission, "cap": _cap, "backend": _backend}
+_TREATMENTS = {
+    "policy": placement, "submission": _submission, "inline_above": _submission, "wait": _wait, "streams": _streams,
+    "graph": _graph, "cap": _cap, "backend": _backend,
+}  # fmt: skip

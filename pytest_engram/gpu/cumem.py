@@ -1,8 +1,9 @@
 """Host memory of one NUMA node, made and mapped by the CUDA driver and shared between processes by file descriptor.
 
-Driver API, "Virtual Memory Management": the pages exist from ``cuMemCreate`` on, and no policy moves them.  Opening
-``/proc/PID/fd/N`` of the exported descriptor would open the device anew, without the object, so it is sent over a
-socket, in the abstract namespace: the name goes with the process.
+Driver API, "Virtual Memory Management": the pages exist from ``cuMemCreate`` on, and no policy moves them.  Every
+process opens its mapping as NCCL does: to its GPU, then to the host (HOST_NUMA, whose id is ignored there), and only
+then gives its handle back.  Opening ``/proc/PID/fd/N`` of the exported descriptor would open the device anew, without
+the object, so it is sent over a socket, in the abstract namespace: the name goes with the process.
 """
 
 from __future__ import annotations
@@ -82,21 +83,19 @@ class Driver:
         return handle.value
 
     def map(self, handle: int, node: int, nbytes: int) -> memoryview:
-        """All bytes, writable by the host; unmapped when the last view of them is gone."""
+        """All bytes, readable and writable by GPU and host; unmapped when the last view of them is gone."""
         address = c_uint64()
         self.call("cuMemAddressReserve", byref(address), c_size_t(nbytes), c_size_t(0), c_uint64(0), c_ulonglong(0))
         span = c_uint64(address.value), c_size_t(nbytes)
         self.call("cuMemMap", *span, c_size_t(0), c_ulonglong(handle), c_ulonglong(0))
-        self.call("cuMemRelease", c_ulonglong(handle))  # the mapping, and exported descriptors, keep the memory
-        self.allow(address.value, nbytes, _HOST_NUMA, node)
         owner = (ctypes.c_ubyte * nbytes).from_address(address.value)
         weakref.finalize(owner, self._unmap, span).atexit = False
+        try:
+            for place in (_Location(_DEVICE, self.device), _Location(_HOST_NUMA, node)):
+                self.call("cuMemSetAccess", *span, byref(_Access(place, _READ_WRITE)), c_size_t(1))
+        finally:
+            self.call("cuMemRelease", c_ulonglong(handle))  # the mapping, and exported descriptors, keep the memory
         return memoryview(owner).cast("B")
-
-    def allow(self, address: int, nbytes: int, kind: int, number: int) -> None:
-        """Let a place read and write a mapped range."""
-        access = _Access(_Location(kind, number), _READ_WRITE)
-        self.call("cuMemSetAccess", c_uint64(address), c_size_t(nbytes), byref(access), c_size_t(1))
 
     def _unmap(self, span: Any) -> None:
         self.call("cuMemUnmap", *span)
@@ -104,15 +103,13 @@ class Driver:
 
 
 class HeldCudart(Cudart):
-    """Stands in for registration where CUDA made and pinned the memory; ``mapped`` memory opens to the GPU here."""
+    """Stands in for registration where CUDA made, pinned and mapped the memory; what remains is to verify it."""
 
-    def __init__(self, driver: Driver, *, mapped: bool) -> None:
-        self._driver, self._mapped = driver, mapped  # codes are errors already: there is nothing to clear
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver  # codes are errors already: there is nothing to clear
 
-    def register(self, address: int, nbytes: int) -> int:
-        """Give the current GPU access."""
-        if self._mapped:
-            self._driver.allow(address, nbytes, _DEVICE, self._driver.device)
+    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002
+        """The mapping gave the GPU its access."""
         return 0
 
     def unregister(self, address: int) -> int:  # noqa: ARG002
@@ -124,6 +121,10 @@ class HeldCudart(Cudart):
         found = c_uint64()
         self._driver.call("cuPointerGetAttribute", byref(found), _DEVICE_POINTER, c_uint64(byte.ctypes.data))
         return bool(found.value)
+
+    def pointer(self, address: int) -> int:
+        """The address itself, by unified addressing; cuMemHostGetDevicePointer answers for registered memory only."""
+        return address
 
     def synchronize(self) -> None:
         """Wait until no kernel reads the range any more."""

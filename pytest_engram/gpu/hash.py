@@ -42,11 +42,14 @@ class DeviceHasher:
         """Send the batch to the device without waiting: (launch of the hash, token ids int32 [T], keep bool [T]).
 
         The launch enqueues on the stream that is then current and returns int32 [T, L, H].  Raises ``UsageError`` for
-        token ids beyond the map and, where a slot cache is bound, for a batch without slots and block table.
+        token ids beyond the map, for a batch without a window and, where a slot cache is bound, for one without slots
+        and block table.
         """
         largest = max(batch.token_ids.max(initial=0), batch.window.max(initial=0))
         if largest >= self._size:
             raise _bad(f"id {largest}", f"below {self._size}, the length of the token map")
+        if self._cache is None and not batch.window.shape[1]:
+            raise _bad("no window and no slot cache", "a window (H20), −1 where it is unknown")
         paged: tuple[Any, ...] = ()
         if self._cache is not None:
             if batch.slots is None or batch.block_table is None:

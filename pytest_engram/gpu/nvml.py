@@ -19,6 +19,7 @@ _CLOCK_SM = 1  # NVML_CLOCK_SM
 _LINKS = 18  # NVML_NVLINK_MAX_LINKS
 _HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, -1 where the system has no NUMA
 _WORDS = 64  # room for 4,096 CPUs or nodes
+COUNTERS = ("sm_mhz", "throttle_reasons", "pcie_to_host_kb_per_s", "pcie_from_host_kb_per_s")
 
 Load = Callable[[str], Any]
 
@@ -61,10 +62,15 @@ class _Library:
         if why := self.ask(name, *arguments):
             raise self._refusal(why)
 
-    def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
-        """The number that a function stores through its last argument, None where it refuses."""
+    def read(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | str:
+        """The number that a function stores through its last argument, or why it refuses."""
         value = kind()
-        return None if self.ask(name, *arguments, ctypes.byref(value)) else int(value.value)
+        return self.ask(name, *arguments, ctypes.byref(value)) or int(value.value)
+
+    def number(self, name: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
+        """The same, None where it refuses."""
+        found = self.read(name, *arguments, kind=kind)
+        return None if isinstance(found, str) else found
 
     def describe(self, code: int) -> str:
         """The library's word for an error code."""
@@ -107,23 +113,32 @@ class Nvml(_Library):
             raise self._refusal("does not tell its CUDA version")
         return f"{number // 1000}.{number % 1000 // 10}"
 
-    def sm_clocks(self) -> dict[str, int | None]:
-        """PCI address → SM clock in MHz, None where the driver does not say."""
+    def sm_clocks(self) -> dict[str, int | str]:
+        """PCI address → SM clock in MHz, or why the driver does not say."""
         clock = ctypes.c_uint(_CLOCK_SM)
-        return {pci: self.number("nvmlDeviceGetClockInfo", device, clock) for pci, device in self._devices.items()}
+        return {pci: self.read("nvmlDeviceGetClockInfo", device, clock) for pci, device in self._devices.items()}
 
-    def throttle_reasons(self) -> dict[str, int | None]:
-        """PCI address → nvmlClocksThrottleReasons bit mask (0: none active), None where the driver does not say."""
+    def throttle_reasons(self) -> dict[str, int | str]:
+        """PCI address → nvmlClocksThrottleReasons bit mask (0: none active), or why the driver does not say."""
         name, kind = "nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong
-        return {pci: self.number(name, device, kind=kind) for pci, device in self._devices.items()}
+        return {pci: self.read(name, device, kind=kind) for pci, device in self._devices.items()}
 
-    def pcie_kb_per_s(self) -> dict[str, dict[str, int | None]]:
-        """PCI address → direction → KB/s over NVML's own window of 20 ms, None where the driver does not say."""
+    def pcie_kb_per_s(self) -> dict[str, dict[str, int | str]]:
+        """PCI address → direction → KB/s over NVML's own window of 20 ms, or why the driver does not say."""
         name, ways = "nvmlDeviceGetPcieThroughput", {"to_host": 0, "from_host": 1}
         return {
-            pci: {way: self.number(name, device, ctypes.c_uint(counter)) for way, counter in ways.items()}
+            pci: {way: self.read(name, device, ctypes.c_uint(counter)) for way, counter in ways.items()}
             for pci, device in self._devices.items()
         }
+
+    def counters(self, uuid: str) -> dict[str, int | str]:
+        """The same of the GPU with that UUID, by name, as :data:`COUNTERS`."""
+        for pci, device in self._devices.items():
+            if self._text("nvmlDeviceGetUUID", device) == uuid:
+                ways = self.pcie_kb_per_s()[pci]
+                found = self.sm_clocks()[pci], self.throttle_reasons()[pci], ways["to_host"], ways["from_host"]
+                return dict(zip(COUNTERS, found, strict=True))
+        raise self._refusal(f"knows no GPU {uuid}")
 
     def _describe(self, pci: str, device: Any) -> GpuAnswer:
         nodes, reason = self._near("nvmlDeviceGetMemoryAffinity", device)

@@ -6,6 +6,7 @@ Unregistering while a device view lives would leave a kernel with a dangling poi
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 import weakref
@@ -60,6 +61,15 @@ class Cudart:
         """Whether CUDA knows this one-byte numpy view as pinned."""
         return bool(self._torch.from_numpy(byte).is_pinned())
 
+    def pointer(self, address: int) -> int:
+        """``cudaHostGetDevicePointer``; torch does not bind it, so its driver twin is called."""
+        self.synchronize()  # makes torch's context current on this thread
+        found, library = ctypes.c_uint64(), ctypes.CDLL("libcuda.so.1")
+        code = library.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+        if code:
+            raise EngramError(f"CUresult {code}", code="not-registered", who="cuMemHostGetDevicePointer")
+        return int(found.value)
+
     def synchronize(self) -> None:
         """Wait until no kernel reads the range any more."""
         self._torch.cuda.synchronize()
@@ -88,6 +98,10 @@ class HostRegistration:
     def active(self) -> bool:
         """Whether any piece is still registered."""
         return bool(self._chunks)
+
+    def pointer(self, address: int) -> int:
+        """Under which address the GPU reads a registered byte."""
+        return self._cudart.pointer(address)
 
     def covers(self, address: int, nbytes: int) -> bool:
         """Whether the whole range is registered by this object."""

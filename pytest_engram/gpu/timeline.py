@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from pytest_engram.errors import EngramError
+from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.model import LookupMark, Span
 
 RESOLUTION_NS = 500
-_CLOCK = frozenset({"begin", "end", "wait_before", "wait_after"})  # what the step clock needs
+_CLOCK = frozenset({"begin", "end", "wait_before", "wait_after", "gather:begin", "gather:end"})  # of every step
 _TIMES = ("submit", "start", "done", "wait_before", "wait_after")
 _SELF_TEST_NS = (200_000, 5_000_000)
 _TOLERANCE, _LAUNCH_NS = 0.02, 20_000
@@ -29,16 +30,23 @@ class HostMarks:
         self._full = full
         self._at: dict[tuple[str, int], Any] = {}
         self._spans: list[tuple[str, int]] = []
+        self._edge: Any = None  # the last mark, if it ended a piece of the main stream
 
     def mark(self, name: str, layer: int = -1) -> None:
         """Record that ``name`` of ``layer`` is reached."""
+        made = None
         if self._full or name in _CLOCK:
-            self._at[name, layer] = self._now()
+            made = self._at[name, layer] = self._now()
+        self._edge = made if name == "wait_after" or name.endswith(":end") else None
 
     @contextmanager
     def span(self, name: str, layer: int) -> Iterator[None]:
-        """Mark the begin and the end of a piece of the main stream."""
-        self.mark(f"{name}:begin", layer)
+        """Mark the begin and the end of a piece of the main stream; next to another, it begins with that one's end."""
+        edge = self._edge
+        if edge is None:
+            self.mark(f"{name}:begin", layer)
+        else:
+            self._at[f"{name}:begin", layer] = edge
         yield
         self.mark(f"{name}:end", layer)
         self._spans.append((name, layer))
@@ -47,10 +55,10 @@ class HostMarks:
         """When the mark was reached."""
         return int(self._at[name, layer])
 
-    def waited_ns(self) -> int:
-        """The sum of the main stream's consumer waits."""
-        layers = [layer for name, layer in self._at if name == "wait_after"]
-        return sum(self.ns("wait_after", layer) - self.ns("wait_before", layer) for layer in layers)
+    def spent_ns(self, begin: str, end: str) -> int:
+        """The sum over all layers of the time between two marks."""
+        layers = [layer for name, layer in self._at if name == end]
+        return sum(self.ns(end, layer) - self.ns(begin, layer) for layer in layers)
 
     def lookups(self, launches: dict[int, Any]) -> tuple[LookupMark, ...]:
         """One record per launch (rows, tiles, grid), by layer; ``submit`` is when the main stream got there."""
@@ -73,12 +81,24 @@ class HostMarks:
 
 
 class Marks(HostMarks):
-    """Events on the stream that is current: the one that launches what they bound.  Read after a synchronise."""
+    """Events on the stream that is current: the one that launches what they bound.  Read after a synchronise.
 
-    def __init__(self, cuda: Any, *, full: bool) -> None:
+    ``external`` events become nodes of a CUDA graph in whose capture they are recorded: each replay records them anew,
+    after a new :meth:`begin`.  ``NotMeasurable`` where torch has none (before 2.8).
+    """
+
+    def __init__(self, cuda: Any, *, full: bool, external: bool = False) -> None:
         super().__init__(full=full)
-        self._cuda = cuda
-        self._base, self._base_ns = self._now(), time.perf_counter_ns()
+        self._cuda, self._event = cuda, partial(cuda.Event, enable_timing=True)
+        if external:
+            self._event = _external(self._event)
+        self.begin()
+
+    def begin(self) -> None:
+        """Record the base of all times, outside any capture."""
+        self._base = self._cuda.Event(enable_timing=True)
+        self._base.record(self._cuda.current_stream())
+        self._base_ns = time.perf_counter_ns()
 
     def ns(self, name: str, layer: int = -1) -> int:
         """When the GPU passed the mark; an idle GPU passes the base as the host records it."""
@@ -86,9 +106,20 @@ class Marks(HostMarks):
         return self._base_ns + round(milliseconds * 1e6)
 
     def _now(self) -> Any:
-        event = self._cuda.Event(enable_timing=True)
+        event = self._event()
         event.record(self._cuda.current_stream())
         return event
+
+
+def _external(event: Any) -> Any:
+    made = partial(event, external=True)
+    try:
+        made()
+    except TypeError as error:
+        raise NotMeasurable(
+            f"torch.cuda.Event: {error}", code="no-external-events", who="CUDA graph", way_out="use torch 2.8 or newer"
+        ) from None
+    return made
 
 
 def spin(nanoseconds: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,7 @@ def device_view(
     registration = covering(address, nbytes)
     if registration is None:
         raise _refused("not-registered", f"{nbytes} bytes at {address:#x}", "a range inside one registration")
-    find = pointer or _device_pointer
+    find = pointer or registration.pointer
     first = find(address)
     if find(address + nbytes - 1) - first != nbytes - 1:
         raise _refused("view-split", "the pieces' device addresses", "one contiguous device range")
@@ -59,20 +58,6 @@ def _refused(code: str, seen: str, expected: str) -> EngramError:
 def _tensor(view: HostView) -> Any:
     import torch
 
-    return torch.as_tensor(view, device="cuda")
-
-
-def _device_pointer(address: int) -> int:
-    """cudaHostGetDevicePointer; torch does not bind it, so its driver twin is called."""
-    import torch
-
     cuda: Any = torch.cuda
-    cuda.synchronize()  # makes torch's context current on this thread
-    result = ctypes.c_uint64()
-    library = ctypes.CDLL("libcuda.so.1")
-    code = library.cuMemHostGetDevicePointer_v2(ctypes.byref(result), ctypes.c_void_p(address), ctypes.c_uint(0))
-    if code:  # cuMem memory is mapped, not registered: CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-        code = library.cuPointerGetAttribute(ctypes.byref(result), 3, ctypes.c_uint64(address))
-    if code:
-        raise _refused("not-registered", f"cuMemHostGetDevicePointer: CUresult {code}", "a registered address")
-    return int(result.value)
+    # With a number torch takes the device from here; without one from the pointer, which knows none of cuMem memory.
+    return torch.as_tensor(view, device=f"cuda:{cuda.current_device()}")

@@ -89,6 +89,7 @@ class WorkerPolicy:
     mems_allowed: str
     task_policy: str
     task_nodes: tuple[int, ...]
+    staging: str | None = None  # where the engine's staging buffer lies after warm-up, as numa.pages.staging_place says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,7 @@ class LookupMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A named piece of the main stream: compute, gather, projection or gate."""
+    """A named piece of the main stream: compute (from ``layer`` to the next consumer), gather, projection or gate."""
 
     name: str
     layer: int
@@ -166,7 +167,8 @@ class OverlapSample:
     resolution_ns: int
     source_bytes: int  # per step, read from the host
     staging_bytes: int  # per step, written for the consumer
-    alone_ns: tuple[int, ...] = ()  # ΣL_i of the same batches' lookups with no main compute beside them
+    alone_ns: tuple[int, ...] = ()  # ΣL_i of further batches with no main compute beside their lookups
+    distinct_bytes: int | None = None  # per step, each row of the marked steps counted once: what the link must carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +188,11 @@ class ComputeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSample:
-    """Steps at one other batch size, or with fewer peers at work, in the arm's settings; explains, feeds no gate.
+    """Steps at one other batch size, or with fewer peers at work, in the arm's settings; its times feed no gate.
 
     One entry per step: ``lookup_ns`` is ΣL_i and ``exposed_ns`` ΣE_i of marked steps, ``main_ns`` the main compute of
-    unmarked ones, ``quiet_main_ns`` that of the same batches when every lookup runs at its consumer, with nothing
-    beside it.  ``peers`` ranks worked at the same time.
+    unmarked ones, ``quiet_main_ns`` that of steps in which every lookup runs at its consumer, with nothing beside it.
+    ``peers`` ranks worked at the same time; ``timeline`` is the last marked step.
     """
 
     rank: int
@@ -201,6 +203,7 @@ class SweepSample:
     main_ns: tuple[int, ...]
     quiet_main_ns: tuple[int, ...]
     source_bytes: int  # per step and rank, read from the host
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +248,8 @@ class RunRecord:
     compute: tuple[ComputeSample, ...] = ()
     sweep: tuple[SweepSample, ...] = ()
     serving: tuple[ServingSample, ...] = ()
-    drift: dict[str, float] = field(default_factory=dict)
+    drift: dict[str, float] = field(default_factory=dict)  # rank 0's, and ``rank1.sm_mhz`` for the others
+    drift_absent: dict[str, str] = field(default_factory=dict)  # counter -> why it could not be read
     problems: tuple[Problem, ...] = ()
 
     @property

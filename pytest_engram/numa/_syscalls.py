@@ -1,6 +1,7 @@
-"""The only ctypes calls into the kernel: memory policy, page queries, madvise, parent-death signal.
+"""The only ctypes calls into the kernel: memory policy, page queries, madvise, namespaces, parent-death signal.
 
-Constants keep the names of ``linux/mempolicy.h``, ``asm-generic/mman-common.h`` and ``linux/prctl.h``.
+Constants keep the names of ``linux/mempolicy.h``, ``asm-generic/mman-common.h``, ``linux/sched.h``, ``linux/mount.h``
+and ``linux/prctl.h``.
 ``get_mempolicy(MPOL_F_NODE | MPOL_F_ADDR)`` is absent on purpose: it faults the page that it is asked about.
 """
 
@@ -14,7 +15,8 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
@@ -25,10 +27,11 @@ MODE_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred-
 MODES = {name: number for number, name in enumerate(MODE_NAMES)}
 MPOL_F_MEMS_ALLOWED = 1 << 2
 MPOL_MODE_FLAGS = 0b111 << 13  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES, MPOL_F_NUMA_BALANCING
-MPOL_MF_MOVE = 1 << 1
 MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 22, 23, 25
 PR_SET_PDEATHSIG = 1
-UNANSWERED = 0x7F7F7F7F  # no node and no errno looks like this
+CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
+UNANSWERED = -errno.ENODATA  # no node, and no errno of move_pages
 
 _NUMBERS = {
     "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
@@ -101,7 +104,8 @@ def page_status(pid: int, addresses: Sequence[int]) -> bytes:
 
     Entries that the kernel left alone keep ``UNANSWERED``.
     """
-    pages, status = _words(addresses), bytearray(UNANSWERED.to_bytes(4, sys.byteorder) * len(addresses))
+    unanswered = UNANSWERED.to_bytes(4, sys.byteorder, signed=True)
+    pages, status = _words(addresses), bytearray(unanswered * len(addresses))
     _call("move_pages", pid, len(addresses), ctypes.c_char_p(pages), None, ctypes.c_void_p(address_of(status)), 0)
     return bytes(status)
 
@@ -131,6 +135,32 @@ def die_with_parent(signal_number: int) -> None:
     _checked(_libc().prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal_number), 0, 0, 0), "prctl")
 
 
+def unshare(flags: int) -> None:
+    """``unshare(2)`` for the calling thread and those that it starts later."""
+    _checked(_libc().unshare(ctypes.c_int(flags)), "unshare")
+
+
+def join_mounts(pid: int) -> None:
+    """Enter the mount namespace and root of a process; the calling thread gives up what it shares with its siblings."""
+    here, root = os.getcwd(), os.open(f"/proc/{pid}/root", os.O_PATH)  # setns leaves a chroot
+    try:
+        unshare(CLONE_FS)
+        with open(f"/proc/{pid}/ns/mnt", "rb") as namespace:
+            _checked(_libc().setns(ctypes.c_int(namespace.fileno()), ctypes.c_int(CLONE_NEWNS)), "setns")
+        os.fchdir(root)
+        os.chroot(".")
+        os.chdir(here)
+    finally:
+        os.close(root)
+
+
+def mount(kind: str, point: str, flags: int, options: str = "") -> None:
+    """``mount(2)``; ``kind`` "" changes the flags of what is there."""
+    source = kind.encode() or None
+    words = source, point.encode(), source, ctypes.c_ulong(flags), options.encode() or None
+    _checked(_libc().mount(*words), f"mount {point}")
+
+
 def address_of(buffer: Any) -> int:
     """First byte's address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -148,6 +178,31 @@ def refused(error: OSError, step: str) -> PlacementError:
     )  # fmt: skip
 
 
+def probe_calls() -> dict[str, str]:
+    """What each policy call does in this process: "works", or why not and the way out.
+
+    Asked by doing, since a call that reads proves none that writes, in a thread whose policy ends with it.
+    """
+
+    def attempt(act: Callable[[], object]) -> str:
+        try:
+            answer = act()
+        except OSError as error:
+            return str(refused(error, "probe"))
+        return answer if isinstance(answer, str) else "works"
+
+    def query() -> None:
+        with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as scratch:
+            page_status(0, (address_of(scratch),))
+
+    acts: dict[str, Callable[[], object]] = {
+        "get_mempolicy": get_mempolicy, "set_mempolicy": lambda: set_mempolicy(MPOL_DEFAULT, ()),
+        "move_pages": query, "mbind": probe_mbind,
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        return dict(zip(acts, pool.map(attempt, acts.values()), strict=True))
+
+
 def probe_mbind(nodes: Sequence[int] = ()) -> str | None:
     """Bind a scratch page to each node, touch it, ask where it lies; None if it works, else why not.
 
@@ -155,8 +210,7 @@ def probe_mbind(nodes: Sequence[int] = ()) -> str | None:
     """
     try:
         for node in nodes or mems_allowed():
-            seen = _bind_touch_query(node)
-            if seen != node:
+            if (seen := _bind_touch_query(node)) != node:
                 return f"a page bound to node {node} is answered with status {seen}: policy calls have no effect here"
     except OSError as error:
         return str(refused(error, "probe"))

@@ -18,7 +18,6 @@ from pytest_engram.numa import _syscalls, procfs
 
 SHM = "/dev/shm"  # noqa: S108 - the tmpfs that the measured engines use
 PMD_BYTES = 2 << 20
-PREFIX = "pytest-engram-"
 
 
 class Backing:
@@ -123,7 +122,7 @@ class Tmpfs(Backing):
     name = "tmpfs"
 
     def _open(self) -> int:
-        mount = procfs.mount_of(SHM, procfs.parse_mounts(Path("/proc/mounts").read_text()))
+        mount = procfs.mount_of(SHM, procfs.parse_mounts(Path("/proc/self/mountinfo").read_text()))
         if mount is None or mount.kind != "tmpfs":
             seen, expected = f"{SHM} is {mount.kind if mount else 'absent'}", "tmpfs: an ordinary file ignores mbind"
             raise NotMeasurable(
@@ -132,7 +131,7 @@ class Tmpfs(Backing):
         try:
             return os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
         except OSError:  # a sandbox without O_TMPFILE
-            descriptor, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHM)
+            descriptor, path = tempfile.mkstemp(prefix=f"pytest-engram-{os.getpid()}-", dir=SHM)
             os.unlink(path)
             return descriptor
 

@@ -1,42 +1,19 @@
-"""Mounts and memory cgroups, versions 1 and 2: what may still be allocated before the OOM killer acts."""
+"""Memory cgroups, versions 1 and 2: what may still be allocated before the OOM killer acts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from pytest_engram.numa.procfs import unescape
+from pytest_engram.numa import procfs
 from pytest_engram.numa.tree import Tree
 
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as 2**63 rounded down to a page
-_MOUNTINFO = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) (\S+)(?: \S+)* - (\S+) \S+ (\S+)", re.M)
 _FILES = {  # controller -> filesystem, limit, usage, and the line of memory.stat that counts inactive file cache
     "memory": ("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "unified": ("cgroup2", "memory.max", "memory.current", "inactive_file"),
 }
-
-
-class Mount(NamedTuple):
-    """One line of mountinfo.  ``root`` is the part of the filesystem that is mounted; octal escapes are undone."""
-
-    root: str
-    point: str
-    options: str
-    fstype: str
-    super_options: str
-
-
-def read_mounts(tree: Tree) -> list[Mount]:
-    """The mounts this process sees, the last one first: of two on one point it is the one in force."""
-    lines = _MOUNTINFO.findall(tree.text("proc/self/mountinfo") or "")
-    return [Mount(*map(unescape, fields)) for fields in reversed(lines)]
-
-
-def mount_at(tree: Tree, point: str) -> Mount | None:
-    """The mount in force at exactly that point."""
-    return next((mount for mount in read_mounts(tree) if mount.point == point), None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
@@ -71,8 +48,9 @@ def _levels(tree: Tree) -> Iterator[tuple[int, int]]:
 def _folders(tree: Tree, controller: str, fstype: str) -> Iterator[str]:
     """The process's own group first, then its ancestors up to the mount; a cgroup namespace hides the rest."""
     path = cgroup_paths(tree).get(controller)
-    mounts = (one for one in read_mounts(tree) if one.fstype == fstype)
-    mount = next((one for one in mounts if controller in ("unified", *one.super_options.split(","))), None)
+    mounts = procfs.parse_mounts(tree.text("proc/self/mountinfo") or "")
+    fitting = (one for one in reversed(mounts) if one.kind == fstype)
+    mount = next((one for one in fitting if controller in ("unified", *one.super_options.split(","))), None)
     if mount is not None and path is not None:
         inside = path.removeprefix(mount.root) if mount.root != "/" else path
         parts = [part for part in inside.split("/") if part and part != ".."]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -65,10 +64,10 @@ class SoloGroup(Group):
 
 
 class Channel:
-    """JSON lines over one stream socket; ``send`` is safe from several threads."""
+    """JSON lines over one stream socket."""
 
     def __init__(self, stream: socket.socket) -> None:
-        self._stream, self._lock, self._pending = stream, threading.Lock(), b""
+        self._stream, self._pending = stream, b""
 
     def fileno(self) -> int:
         """The socket's descriptor, so that a selector takes a channel as it is."""
@@ -76,14 +75,14 @@ class Channel:
 
     def send(self, frame: Frame) -> None:
         """Write one frame; NaN and infinities are refused."""
-        data = json.dumps(frame, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        with self._lock:
-            self._stream.sendall(data)
+        self._stream.sendall(json.dumps(frame, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
-    def poll(self) -> list[Frame] | None:
-        """Wait for bytes and return the frames that they complete; None at the other side's end."""
+    def poll(self, flags: int = 0) -> list[Frame] | None:
+        """Wait for bytes (not with ``MSG_DONTWAIT``); the frames that they complete, None at the other side's end."""
         try:
-            chunk = self._stream.recv(1 << 20)
+            chunk = self._stream.recv(1 << 20, flags)
+        except BlockingIOError:
+            return []
         except ConnectionResetError:
             chunk = b""
         *lines, self._pending = (self._pending + chunk).split(b"\n")
@@ -95,30 +94,25 @@ class Channel:
 
 
 class LocalGroup(Group):
-    """One rank's side.  A receiver thread learns of a failure at once, whatever the rank is doing."""
+    """One rank's side, for one thread.  It hears of a failure when it collects, checks or sends."""
 
     def __init__(self, channel: Channel, rank: int, size: int, *, heartbeat_s: float = 1.0) -> None:
         self.rank, self.size, self.step = rank, size, "start"
         self._channel, self._heartbeat_s, self._last_sent = channel, heartbeat_s, time.monotonic()
-        self._answers: list[Any] = []
         self._failure: dict[str, Any] | None = None
-        self._news = threading.Condition()
-        threading.Thread(target=self._listen, name="engram-group", daemon=True).start()
 
     def all_gather(self, obj: Any, *, step: str) -> list[Any]:
         """Every rank's ``obj``, by rank."""
         self.step = step
         self._send("collect", value=obj, step=step)
-        with self._news:
-            self._news.wait_for(lambda: self._answers or self._failure)
-            if not self._answers:
-                self._raise_failure()
-            values: list[Any] = self._answers.pop()
-            return values
+        while not (answers := self._hear()):
+            pass
+        values: list[Any] = answers[0]
+        return values
 
     def check(self, step: str = "") -> None:
         """Raise if a peer failed; tell the hub the current step, at least every ``heartbeat_s`` when called."""
-        self._raise_failure()
+        self._hear(socket.MSG_DONTWAIT)
         changed, self.step = step not in ("", self.step), step or self.step
         if changed or time.monotonic() - self._last_sent > self._heartbeat_s:
             self._send("alive", step=self.step)
@@ -137,30 +131,21 @@ class LocalGroup(Group):
             self._channel.send({"op": "error", "error": error.to_wire(), "step": self.step})
 
     def _send(self, op: str, **frame: Any) -> None:
-        self._raise_failure()
+        self._hear(socket.MSG_DONTWAIT)
         self._last_sent = time.monotonic()
         try:
             self._channel.send({"op": op, **frame})
-        except OSError:  # the hub hung up: its last word is on the way, or it is gone
-            with self._news:
-                self._news.wait_for(lambda: self._failure, timeout=1.0)
-            self._raise_failure()
-            raise
+        except OSError:  # the hub hung up: its last word is on the way, or it is gone; both raise
+            while True:
+                self._hear()
 
-    def _listen(self) -> None:
-        while (frames := self._channel.poll()) is not None:
-            for frame in frames:
-                self._hear(**frame)
-        self._hear(PeerError("the launcher is gone", code="launcher-gone", who="launcher").to_wire())
-
-    def _hear(self, error: dict[str, Any] | None = None, values: list[Any] | None = None) -> None:
-        with self._news:
-            if error is None:
-                self._answers.append(values)
-            else:
-                self._failure = self._failure or error
-            self._news.notify_all()
-
-    def _raise_failure(self) -> None:
-        if self._failure:
+    def _hear(self, flags: int = 0) -> list[Any]:
+        """The answer to a collective; news of a failure is raised behind it, then in every later call."""
+        frames = [] if self._failure else self._channel.poll(flags)
+        if frames is None:
+            frames = [{"error": PeerError("the launcher is gone", code="launcher-gone", who="launcher").to_wire()}]
+        self._failure = next((frame["error"] for frame in frames if "error" in frame), self._failure)
+        answers = [frame["values"] for frame in frames if "values" in frame]
+        if self._failure and not answers:
             raise EngramError.from_wire(self._failure)
+        return answers

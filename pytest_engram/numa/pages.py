@@ -13,10 +13,12 @@ import mmap
 import os
 import random
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pytest_engram.errors import PlacementError
 from pytest_engram.model import Moment, PageDistribution, WorkerPolicy
@@ -25,7 +27,8 @@ from pytest_engram.numa import _syscalls, procfs
 CHUNK_PAGES = 1 << 16  # per call: bounds how long one query runs
 _THREADS = 4  # all walks take the same lock: more threads are not faster
 _RECORD = re.compile(rb"([0-9a-f]+)(?:-([0-9a-f]+))? ")
-_HUGE_FIELDS = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
+HUGE = ("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")  # lines of smaps
+MAPPED = ("Rss", "Shared_Hugetlb", "Private_Hugetlb")  # Rss counts no hugetlb page
 
 
 def audit_range(
@@ -62,8 +65,8 @@ def audit_range(
         rank=rank, moment=moment, table=table, identity=identity, address=address, table_bytes=nbytes,
         page_bytes=page, pages=placed, unplaced=unplaced, covered_bytes=covered,
         policy_text=" ".join(sorted({line.policy for line in lines})), routes=("move_pages", "numa_maps"),
-        pss_bytes=_sum_kb(vmas, ("Pss",)) if page == mmap.PAGESIZE else None,  # Pss counts no hugetlb page
-        huge_bytes=_sum_kb(vmas, _HUGE_FIELDS), sample_bound=_bound(part),
+        pss_bytes=sum_kb(vmas, ("Pss",)) if page == mmap.PAGESIZE else None,  # Pss counts no hugetlb page
+        huge_bytes=sum_kb(vmas, HUGE), sample_bound=bound(part),
     )  # fmt: skip
 
 
@@ -75,7 +78,7 @@ def strata(pages: range, sample: int, key: str) -> Sequence[int]:
     return array.array("Q", (pages[int((stratum + draw()) * width)] for stratum in range(sample)))
 
 
-def _bound(asked: Sequence[int]) -> float:
+def bound(asked: Sequence[int]) -> float:
     """95 % half-width of a node's share, 1.96·√(0.25 / n): the binomial worst case; 0 where every page was asked."""
     return 0.0 if isinstance(asked, range) else 0.98 / len(asked) ** 0.5
 
@@ -93,11 +96,6 @@ def mapped_vmas(
     return vmas
 
 
-def mapped_bytes(address: int, nbytes: int) -> int:
-    """Bytes of the range's VMAs that this process maps: Rss plus hugetlb, from smaps."""
-    return _sum_kb(mapped_vmas(address, nbytes), ("Rss", "Shared_Hugetlb", "Private_Hugetlb")) or 0
-
-
 def query_range(
     pool: Executor, addresses: Sequence[int], *, pid: int = 0, where: str = "move_pages"
 ) -> tuple[dict[int, int], dict[str, int]]:
@@ -108,9 +106,13 @@ def query_range(
         counts.update(status)
     if silent := counts[_syscalls.UNANSWERED]:
         raise PlacementError(f"{silent} pages got no answer", code="unanswered", where=where)
-    placed = {node: counts[node] for node in sorted(counts) if node >= 0}
-    unplaced = {errno.errorcode.get(-code, str(code)): counts[code] for code in sorted(counts) if code < 0}
-    return placed, unplaced
+    return split(counts)
+
+
+def split(counts: collections.Counter[int]) -> tuple[dict[int, int], dict[str, int]]:
+    """Answers counted: pages per node, and per errno name for those that lie nowhere."""
+    unplaced = {errno.errorcode.get(-code, "UNMAPPED"): counts[code] for code in sorted(counts) if code < 0}
+    return {node: counts[node] for node in sorted(counts) if node >= 0}, unplaced
 
 
 def _query_chunk(pid: int, where: str, addresses: Sequence[int]) -> collections.Counter[int]:
@@ -124,6 +126,8 @@ def _query_chunk(pid: int, where: str, addresses: Sequence[int]) -> collections.
 
 def _count_statuses(status: bytes) -> collections.Counter[int]:
     """Count C ints without a Python step per page where all are node numbers below 256."""
+    if status and status == status[:4] * (len(status) // 4):  # one node holds them all
+        return collections.Counter({int.from_bytes(status[:4], sys.byteorder, signed=True): len(status) // 4})
     if any(status[lane::4].strip(b"\0") for lane in (1, 2, 3)):
         return collections.Counter(array.array("i", status))
     counts: collections.Counter[int] = collections.Counter()
@@ -138,10 +142,8 @@ def _compare_routes(
     lines: Sequence[procfs.NumaMapsLine], placed: dict[int, int], asked: Sequence[int], span: range, where: str
 ) -> None:
     """The same pages by both routes; where only some were asked, shares that differ by no more than twice the bound."""
-    told: collections.Counter[int] = collections.Counter()
-    for line in lines:
-        told.update({node: count * (line.page_bytes or 0) // span.step for node, count in line.pages.items()})
-    scale, most = len(span) / len(asked), 2 * _bound(asked) * len(span)
+    told = collections.Counter({node: size // span.step for node, size in node_bytes(lines).items()})
+    scale, most = len(span) / len(asked), 2 * bound(asked) * len(span)
     if any(abs(told[node] - placed.get(node, 0) * scale) > most for node in {*told, *placed}):
         raise PlacementError(
             f"numa_maps counts {dict(sorted(told.items()))} pages per node and move_pages {placed}",
@@ -150,13 +152,22 @@ def _compare_routes(
         )  # fmt: skip
 
 
+def node_bytes(lines: Iterable[procfs.NumaMapsLine]) -> dict[int, int]:
+    """Bytes per node, as numastat counts them: each mapping in its own page size."""
+    total: collections.Counter[int] = collections.Counter()
+    for line in lines:
+        total.update({node: count * line.page_kb << 10 for node, count in line.pages.items()})
+    return dict(sorted(total.items()))
+
+
 def _require(seen: int | str, expected: int | str, code: str, where: str, what: str) -> None:
     if seen != expected:
         raise PlacementError(f"{what} {seen}", code=code, where=where, expected=str(expected))
 
 
-def _sum_kb(vmas: Iterable[procfs.Vma], names: tuple[str, ...]) -> int | None:
-    values = [vma.kb[name] for vma in vmas for name in names if name in vma.kb]
+def sum_kb(vmas: Iterable[Any], names: tuple[str, ...]) -> int | None:
+    """Bytes that these lines of smaps say about all of ``vmas`` (anything with ``kb``); None where none says any."""
+    values = [vma.kb[name] for vma in vmas for name in names if name in (vma.kb or ())]
     return sum(values) * 1024 if values else None
 
 
@@ -194,8 +205,22 @@ def _unreadable(pid: int, name: str, error: OSError, where: str) -> PlacementErr
     )  # fmt: skip
 
 
-def worker_policy(rank: int) -> WorkerPolicy:
-    """What is in force for the calling thread: its CPUs, its policy, the nodes it is allowed."""
+def staging_place(buffer: Any) -> str:
+    """Where a staging buffer lies, in words: "HBM" for a CUDA tensor, else its placed pages' shares by move_pages.
+
+    ``buffer`` is a tensor or a numpy array.  Pinned caches and task policies move it without a word: ask after warm-up.
+    """
+    if getattr(buffer, "is_cuda", False):
+        return "HBM"
+    address = buffer.ctypes.data if hasattr(buffer, "ctypes") else buffer.data_ptr()
+    low = address // mmap.PAGESIZE * mmap.PAGESIZE
+    with ThreadPoolExecutor(1) as pool:
+        placed, _ = query_range(pool, range(low, address + buffer.nbytes, mmap.PAGESIZE), where="staging")
+    return ", ".join(f"NUMA node {node} {count / sum(placed.values()):.0%}" for node, count in placed.items()) or "none"
+
+
+def worker_policy(rank: int, staging: Any = None) -> WorkerPolicy:
+    """What is in force for the calling thread: its CPUs, its policy, the nodes it is allowed, and its staging."""
     status = procfs.parse_status(Path("/proc/thread-self/status").read_text())
     try:
         mode, nodes = _syscalls.get_mempolicy()
@@ -203,5 +228,5 @@ def worker_policy(rank: int) -> WorkerPolicy:
         raise _syscalls.refused(error, "worker policy") from error
     return WorkerPolicy(
         rank=rank, cpus_allowed=status["Cpus_allowed_list"], mems_allowed=status["Mems_allowed_list"],
-        task_policy=mode, task_nodes=nodes,
+        task_policy=mode, task_nodes=nodes, staging=None if staging is None else staging_place(staging),
     )  # fmt: skip

@@ -15,8 +15,10 @@ from pytest_engram.errors import PlacementError
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.backing import Backing
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 8 << 20  # per call; four huge pages, so that all threads end together
+_COLLAPSE_BYTES = 1 << 30  # each call drains every CPU's page lists: few of them
 _MAX_THREADS = 16
+Act = Callable[[int, int], object]  # (offset, bytes)
 
 
 def populate(backing: Backing, tick: Callable[[int, int], None], *, write: bool, threads: int | None = None) -> str:
@@ -25,20 +27,20 @@ def populate(backing: Backing, tick: Callable[[int, int], None], *, write: bool,
     ``tick(done, total)`` is called in this thread after every chunk; it may raise, which ends the work.
     Returns how it was done.  Raises ``PlacementError`` (code ``cannot-populate``) where the memory ends.
     """
-    workers, done = threads or min(len(os.sched_getaffinity(0)), _MAX_THREADS), 0
-    way, act = _choose(backing, write=write)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="engram-populate")
-    try:
-        for nbytes in pool.map(partial(_chunk, backing, act), range(0, backing.nbytes, CHUNK_BYTES)):
+    name, act = _choose(backing, write=write)
+    threads, done = threads or min(len(os.sched_getaffinity(0)), _MAX_THREADS), 0
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="engram-populate")
+    try:  # whichever thread is free takes the next chunk
+        for nbytes in pool.map(partial(_guarded, act, backing), range(0, backing.nbytes, CHUNK_BYTES)):
             done += nbytes
             tick(done, backing.nbytes)
     finally:
         pool.shutdown(cancel_futures=True)
-    detail = f"{way} by {workers} threads"
+    detail = f"{name} by {threads} threads"
     return f"{detail}, MADV_COLLAPSE {_collapse(backing)}" if backing.wants_huge and write else detail
 
 
-def _choose(backing: Backing, *, write: bool) -> tuple[str, Callable[[int, int], object]]:
+def _choose(backing: Backing, *, write: bool) -> tuple[str, Act]:
     """``madvise`` where the kernel knows the advice (5.14), else a touch; asked with an empty range."""
     advice = _syscalls.MADV_POPULATE_WRITE if write else _syscalls.MADV_POPULATE_READ
     kind = "write" if write else "read"
@@ -63,7 +65,7 @@ def _choose(backing: Backing, *, write: bool) -> tuple[str, Callable[[int, int],
     return f"populate_{kind}", advise
 
 
-def _chunk(backing: Backing, act: Callable[[int, int], object], offset: int) -> int:
+def _guarded(act: Act, backing: Backing, offset: int) -> int:
     nbytes = min(CHUNK_BYTES, backing.nbytes - offset)
     try:
         act(offset, nbytes)
@@ -76,22 +78,15 @@ def _chunk(backing: Backing, act: Callable[[int, int], object], offset: int) -> 
     return nbytes
 
 
-def _collapse(backing: Backing) -> str:
+def _collapse(backing: Backing, tries: int = 3) -> str:
     """Ask for the huge pages that the fault path did not give; results never depend on it."""
-    for offset in range(0, backing.nbytes, CHUNK_BYTES):
-        nbytes = min(CHUNK_BYTES, backing.nbytes - offset)
-        for delay in (0.01, 0.02, 0.0):
-            if (said := _refusal(backing.address + offset, nbytes)) != "EAGAIN":
-                break
-            time.sleep(delay)
-        if said:
-            return said
-    return "done"
-
-
-def _refusal(address: int, nbytes: int) -> str:
     try:
-        _syscalls.madvise(address, nbytes, _syscalls.MADV_COLLAPSE)
+        for offset in range(0, backing.nbytes, _COLLAPSE_BYTES):
+            nbytes = min(_COLLAPSE_BYTES, backing.nbytes - offset)
+            _syscalls.madvise(backing.address + offset, nbytes, _syscalls.MADV_COLLAPSE)
     except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "failed")
-    return ""
+        if error.errno != errno.EAGAIN or tries == 1:
+            return errno.errorcode.get(error.errno or 0, "failed")
+        time.sleep(0.01)
+        return _collapse(backing, tries - 1)
+    return "done"

@@ -14,8 +14,9 @@ from pytest_engram.errors import EngramError
 _SMAPS_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) ([0-9a-f]+) ([0-9a-f]+:[0-9a-f]+) (\d+) *(.*)")
 _SMAPS_FIELD = re.compile(r"(\w+):\s+(\d+)(?: kB)?")
 _SPACED_POLICY = re.compile(r"(?<= )(weighted|prefer) (interleave|\(many\))")  # the kernel's names of two words
-_COUNT = re.compile(r"(N\d+|anon|dirty|mapped|mapmax|swapcache|active|writeback|kernelpagesize_kB)=(\d+)")
-_FLAGS = frozenset({"heap", "stack", "huge"})
+_WORD = re.compile(
+    r"(?:N(\d+)|(kernelpagesize_kB)|anon|dirty|mapped|mapmax|swapcache|active|writeback)=(\d+)|file=.*|heap|stack|huge"
+)
 
 
 def unescape(text: str) -> str:
@@ -41,15 +42,7 @@ class NumaMapsLine:
     start: int
     policy: str
     pages: dict[int, int]
-    page_kb: int | None  # absent when the VMA has no resident page
-    file: str | None = None
-    flags: frozenset[str] = frozenset()
-    counts: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def page_bytes(self) -> int | None:
-        """Bytes of one counted page: 4096 for transparent huge pages too, only hugetlb shows more."""
-        return self.page_kb * 1024 if self.page_kb is not None else None
+    page_kb: int = 0  # 4 for transparent huge pages too, only hugetlb shows more; 0 without any resident page
 
 
 def parse_numa_maps_line(line: str) -> NumaMapsLine:
@@ -57,19 +50,12 @@ def parse_numa_maps_line(line: str) -> NumaMapsLine:
     start, *words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).split() or [""]
     if not words or not re.fullmatch(r"[0-9a-f]+", start):
         raise _unknown("numa_maps line", line)
-    counts, file = dict[str, int](), None
-    for word in words[1:]:
-        if word.startswith("file="):
-            file = unescape(word.removeprefix("file="))
-        elif match := _COUNT.fullmatch(word):
-            counts[match[1]] = int(match[2])
-        elif word not in _FLAGS:
-            raise _unknown(f"numa_maps word {word!r}", line)
-    pages = {int(name[1:]): counts.pop(name) for name in list(counts) if name.startswith("N")}
-    return NumaMapsLine(
-        start=int(start, 16), policy=words[0].replace("_", " "), pages=pages, file=file,
-        page_kb=counts.pop("kernelpagesize_kB", None), flags=_FLAGS.intersection(words[1:]), counts=counts,
-    )  # fmt: skip
+    found = [_WORD.fullmatch(word) for word in words[1:]]
+    if None in found:
+        raise _unknown(f"numa_maps word {words[1 + found.index(None)]!r}", line)
+    pages = {int(word[1]): int(word[3]) for word in found if word and word[1]}
+    page_kb = next((int(word[3]) for word in found if word and word[2]), 0)
+    return NumaMapsLine(start=int(start, 16), policy=words[0].replace("_", " "), pages=pages, page_kb=page_kb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +70,6 @@ class Vma:
     inode: int
     path: str
     kb: dict[str, int] = field(default_factory=dict)
-    vm_flags: list[str] = field(default_factory=list)
 
     @property
     def identity(self) -> str:
@@ -100,9 +85,7 @@ def parse_smaps(text: str) -> tuple[Vma, ...]:
             vmas.append(_vma(*header.groups()))
         elif vmas and (found := _SMAPS_FIELD.fullmatch(line)):
             vmas[-1].kb[found[1]] = int(found[2])
-        elif vmas and line.startswith("VmFlags:"):
-            vmas[-1].vm_flags.extend(line.split()[1:])
-        else:
+        elif not vmas or not line.startswith("VmFlags:"):
             raise _unknown("smaps line", line)
     return tuple(vmas)
 
@@ -127,21 +110,24 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of ``/proc/mounts``."""
+    """One line of mountinfo.  ``root`` is the part of the filesystem that is mounted."""
 
-    device: str
+    root: str
     point: str
+    options: str
     kind: str
-    options: dict[str, str]  # a flag such as "rw" has an empty value; tmpfs: "size", "huge", "mpol"
+    super_options: str
+
+    def option(self, name: str, default: str = "default") -> str:
+        """A filesystem's option, e.g. tmpfs' ``size``, ``huge``, ``mpol``; node lists hold commas (``bind:0,2``)."""
+        found = re.search(rf"(?:^|,){name}=([^,]+(?:,\d[\d-]*)*)", self.super_options)
+        return found[1] if found else default
 
 
 def parse_mounts(text: str) -> tuple[Mount, ...]:
-    """``/proc/mounts``, in mount order (a later line hides an earlier one of the same point)."""
-    mounts = []
-    for found in _matches(r"(\S+) (\S+) (\S+) (\S+) \S+ \S+", text, "mounts line"):
-        options = {name: value for name, _, value in (option.partition("=") for option in found[4].split(","))}
-        mounts.append(Mount(found[1], unescape(found[2]), found[3], options))
-    return tuple(mounts)
+    """``/proc/PID/mountinfo``, in mount order (a later line hides an earlier one of the same point)."""
+    form = r"\S+ \S+ \S+ (\S+) (\S+) (\S+)(?: \S+)* - (\S+) \S* (\S+)"
+    return tuple(Mount(*map(unescape, found.groups())) for found in _matches(form, text, "mountinfo line"))
 
 
 def mount_of(path: str, mounts: tuple[Mount, ...]) -> Mount | None:

@@ -130,8 +130,8 @@ class SharedTable:
 
     def residency(self) -> tuple[int | None, int | None]:
         """Bytes of the object, whoever faulted them, and bytes that this rank maps."""
-        mapped = pages.mapped_bytes(self.address, self.backing.nbytes) if self.backing.is_mapped else None
-        return self.backing.allocated_bytes, mapped
+        vmas = pages.mapped_vmas(self.address, self.backing.nbytes) if self.backing.is_mapped else ()
+        return self.backing.allocated_bytes, pages.sum_kb(vmas, pages.MAPPED)
 
     def _counts(self) -> list[Any]:
         """Minor faults so far, pages of the object, pages that this rank maps."""

@@ -29,17 +29,17 @@ _WEIGHTS = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
 def build_table(
     group: Group, placement: PlacementPlan, num_bytes: int, *,
     register: Callable[[SharedTable], Registration] | None = None, progress: Progress | None = None,
-    reserve_bytes: int | None = None, threads: int | None = None, order: str = "placed",
+    threads: int | None = None, order: str = "placed",
 ) -> SharedTable:  # fmt: skip
     """This rank's table of ``placement``, ``num_bytes`` long, with its pages placed, pre-touched and registered.
 
     ``register`` pins the mapping in this rank; without it the pages are only mapped (read) so that this rank's audit
-    sees them.  ``order="stock"`` registers before policy and pre-touch, as engines do today.  On any error in any
-    rank every rank raises, unregisters and unmaps.  Raises ``UsageError`` (does not fit, ``too-large``),
-    ``NotMeasurable``, ``PlacementError`` or ``PeerError``.
+    sees them.  ``order="stock"`` registers before policy and pre-touch, as engines do today; "mounted" does so
+    and sets no policy: the mount's decides (``numa.mounts``).  On any error every rank raises, unregisters, unmaps.
+    Raises ``UsageError`` (does not fit, ``too-large``), ``NotMeasurable``, ``PlacementError`` or ``PeerError``.
     """
     table = _table_of(group.rank, placement, num_bytes)
-    build = _Build(table, group, placement, register, progress, reserve_bytes, threads, order)
+    build = _Build(table, group, placement, register, progress, threads, order)
     try:
         build.run()
     except BaseException:
@@ -73,14 +73,16 @@ class _Build:
     placement: PlacementPlan
     register_with: Callable[[SharedTable], Registration] | None
     progress: Progress | None
-    reserve_bytes: int | None
     threads: int | None
     order: str
 
     def run(self) -> None:
-        orders = {"placed": (self.policy, self.populate, self.register), "stock": (self.register, self.policy)}
+        orders = {
+            "placed": (self.policy, self.populate, self.register), "stock": (self.register, self.policy),
+            "mounted": (self.register,),
+        }  # fmt: skip
         if self.order not in orders:
-            raise UsageError(f"unknown order {self.order!r}", code="bad-order", expected="placed or stock")
+            raise UsageError(f"unknown order {self.order!r}", code="bad-order", expected=", ".join(orders))
         self.create()
         for step in (self.map, *orders[self.order], self.audit):
             with self.table.step(step.__name__, self.group) as note:
@@ -95,7 +97,7 @@ class _Build:
         with table.step("create", self.group) as note:
             if table.leads:
                 free = capacity.live_memory(), capacity.shm_free(), capacity.cgroup_free()
-                capacity.check_capacity(self.placement, table.backing.nbytes, *free, reserve=self.reserve_bytes)
+                capacity.check_capacity(self.placement, table.backing.nbytes, *free)
                 handle = table.backing.create()
             else:
                 note.not_applicable = "the leader creates"
@@ -144,9 +146,9 @@ class _Build:
     def register(self, note: Note) -> None:
         if self.register_with:
             self.table.registration = self.register_with(self.table)
-        else:  # in stock order this stands for registration, which faults untouched pages with write intent
+        else:  # in the engines' order this stands for registration, which faults untouched pages with write intent
             note.not_applicable = "nothing to register with: the pages are only mapped"
-            write, alive = self.order == "stock", lambda *_: self.group.check()
+            write, alive = self.order != "placed", lambda *_: self.group.check()
             note.detail = populate(self.table.backing, alive, write=write, threads=self.threads)
 
     def audit(self, _note: Note) -> None:

@@ -99,10 +99,11 @@ def read_memory(tree: Tree) -> tuple[tuple[NumaNode, ...], list[str]]:
     counted = sum(node.memory_bytes for node in nodes)
     if whole["memory_bytes"] <= counted:
         return nodes, []
-    note = f"the nodes count {counted >> 20} MiB of {whole['memory_bytes'] >> 20} MiB in /proc/meminfo"
+    note = f"/proc/meminfo has {whole['memory_bytes'] >> 20} MiB, the NUMA nodes' own files only {counted >> 20} MiB"
     if len(holders) != 1:
-        return nodes, [note]
-    return tuple(replace(node, **whole) if node.id in holders else node for node in nodes), [f"{note}, which is taken"]
+        return nodes, [f"{note}; on which node the rest lies is unknown"]
+    placed = tuple(replace(node, **whole) if node.id in holders else node for node in nodes)
+    return placed, [f"{note}; node {holders[0]} alone has memory, so the rest is counted as its own"]
 
 
 def _sockets(tree: Tree) -> tuple[dict[int, tuple[int, ...]], list[str]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from pytest_engram import metrics
-from pytest_engram.model import Evidence, OverlapSample, StepReceipt, Verdict
+from pytest_engram import metrics, planning, sweeps
+from pytest_engram.errors import UsageError
+from pytest_engram.gates.comparison import percent
+from pytest_engram.model import Evidence, OverlapSample, StepReceipt, SweepSample, Verdict
 from pytest_engram.report import numbers
+from pytest_engram.schedule import base_arm, block_arms
 
 Rows = Iterable[Sequence[object]]
 Table = tuple[str, Sequence[str], Rows]  # title, head, rows
@@ -19,19 +23,31 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "B/s": lambda value: f"{value / 1e9:.1f} GB/s",
 }
 _STARTUP = ("arm", "rank", "step", "time", "minor faults", "object pages", "mapped pages", "allocations", "note")
-_LEDGER = ("arm", "rank", "source", "staging", "source rate", "rows", "tiles", "grid")
+_LEDGER = ("arm", "rank", "bytes of", "size", "time", "rate", "what moved them")
+_SWEEP = ("arm", "tokens", "peers", "lookups", "P95", "together", "waits", "main", "main slowed", "runs")
+_LAYER = 0.05  # layers whose times differ by less between arms are left out
 _PROBLEMS = ("arm", "status", "code", "who", "where", "message", "times")
 _EFFECTS = ("gate", "arm", "metric", "effect", "interval", "p", "blocks", "per block, %")
 
 
 def tables(evidence: Evidence) -> Iterator[Table]:
-    """Every table of an evidence, in reading order."""
+    """Every table of an evidence, in reading order; its arms in the order of the experiment."""
+    order = {arm: place for place, arm in enumerate(block_arms(evidence.plan.experiment))}
+    evidence = replace(evidence, runs=tuple(sorted(evidence.runs, key=lambda run: order.get(run.arm, len(order)))))
     receipts = [(run.arm, r.rank, r.step, r) for run in evidence.runs for s in run.startup for r in s.receipts]
-    samples = [(run.arm, sample.rank, sample) for run in evidence.runs for sample in run.overlap]
+    samples = [(base_arm(run.arm), sample.rank, sample) for run in evidence.runs for sample in run.overlap]
+    ranks = evidence.plan.experiment.ranks
+    sweep = [
+        (base_arm(run.arm), one.tokens, one.peers, (run.index, one))
+        for run in evidence.runs if run.sweep for one in sweeps.samples(run, ranks)
+    ]  # fmt: skip
     yield "Medians over runs", *_metrics(evidence)
     yield "Where the pages lay", *_placement(evidence)
     yield "Start-up, never part of steady times", _STARTUP, _grouped(receipts, _receipts)
-    yield "Bytes per step, separate ledgers", _LEDGER, _grouped(samples, _ledger)
+    yield "Bytes per step, separate ledgers", _LEDGER, _ledgers(evidence, samples)
+    yield "Time by layer, where arms differ", *_layers(evidence)
+    sweep.sort(key=lambda cell: (order[cell[0]], *cell[1:3]))
+    yield "Batch sizes and peers at work, per step", _SWEEP, _grouped(sweep, _swept)
     yield "Problems", _PROBLEMS, _problems(evidence)
 
 
@@ -40,7 +56,7 @@ def effects(verdict: Verdict) -> Table:
     rows = [
         (gate.gate, effect.arm, effect.metric, *numbers.measured(effect),
          numbers.ABSENT if effect.p_value is None else f"{effect.p_value:.4f}", effect.blocks,
-         " ".join(numbers.signed(block) for block in effect.per_block))
+         " ".join(percent(block, numbers.ABSENT, "") for block in effect.per_block))
         for gate in verdict.gates
         for effect in gate.effects
     ]  # fmt: skip
@@ -49,7 +65,7 @@ def effects(verdict: Verdict) -> Table:
 
 def _metrics(evidence: Evidence) -> tuple[Sequence[str], Rows]:
     """Per metric and rank, each arm's median over runs of the run's own reading; an absence keeps its reason."""
-    arms = sorted({run.arm for run in evidence.runs}, key=lambda arm: (arm[0] != "A", arm))
+    arms = [*dict.fromkeys(run.arm for run in evidence.runs)]
     ranks = range(evidence.plan.experiment.ranks) if evidence.plan.experiment.ranks > 1 else ()
     found = [name for name in metrics.METRICS if any(metrics.value(run, name) is not None for run in evidence.runs)]
     names = [n for name in found for n in (name, *(f"{name}@{r}" for r in ranks if metrics.find(name).unit == "ns"))]
@@ -60,10 +76,13 @@ def _metrics(evidence: Evidence) -> tuple[Sequence[str], Rows]:
 def _middle(evidence: Evidence, arm: str, name: str) -> str:
     readings = [metrics.measure(run, name) for run in evidence.runs if run.arm == arm]
     middle = numbers.median(reading.value for reading in readings)
-    if middle is None:
-        return f"{numbers.ABSENT}: {readings[0].reason}"
-    unit = metrics.find(name).unit
-    return _UNITS[unit](middle) if unit in _UNITS else f"{middle:,.3g} {unit}"
+    return _in(metrics.find(name).unit, middle) + (f": {readings[0].reason}" if middle is None else "")
+
+
+def _in(unit: str, value: float | None) -> str:
+    if value is None:
+        return numbers.ABSENT
+    return _UNITS[unit](value) if unit in _UNITS else f"{value:,.3g} {unit}"
 
 
 def _placement(evidence: Evidence) -> tuple[Sequence[str], Rows]:
@@ -77,10 +96,9 @@ def _placement(evidence: Evidence) -> tuple[Sequence[str], Rows]:
          f"{numbers.size(pages.covered_bytes)} of {numbers.size(pages.table_bytes)}", "+".join(pages.routes))
         for arm, pages in audits
     )  # fmt: skip
-    listed = sorted(rows.items(), key=lambda row: row[0][:3])
     shares = [f"NUMA node {node}" for node in nodes]
     head = ("arm", "rank", "table", "moment", *shares, "pages not placed", "coverage", "asked by", "audits")
-    return head, [(*row, times) for row, times in listed]
+    return head, [(*row, times) for row, times in rows.items()]
 
 
 def _problems(evidence: Evidence) -> Rows:
@@ -92,11 +110,15 @@ def _problems(evidence: Evidence) -> Rows:
 
 
 def _grouped(keyed: Iterable[tuple[Any, ...]], cells: Callable[[list[Any]], Iterator[object]]) -> Rows:
-    """One row per key: all but the last item of a tuple are its key."""
+    return [(*key, *cells(items)) for key, items in _by_key(keyed).items()]
+
+
+def _by_key(keyed: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Any]]:
+    """All but the last item of a tuple are its key."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for *key, item in keyed:
         found.setdefault(tuple(key), []).append(item)
-    return [(*key, *cells(items)) for key, items in found.items()]
+    return found
 
 
 def _receipts(receipts: list[StepReceipt]) -> Iterator[object]:
@@ -109,13 +131,71 @@ def _receipts(receipts: list[StepReceipt]) -> Iterator[object]:
     yield "; ".join(dict.fromkeys(receipt.not_applicable or receipt.detail for receipt in receipts))
 
 
-def _ledger(samples: list[OverlapSample]) -> Iterator[object]:
-    """Bytes read from the host and bytes staged, never added; the launches that really ran."""
-    yield numbers.size(numbers.median(sample.source_bytes for sample in samples))
-    yield numbers.size(numbers.median(sample.staging_bytes for sample in samples))
-    rate = numbers.median(metrics.source_bandwidth(sample) for sample in samples)
-    yield numbers.ABSENT if rate is None else _UNITS["B/s"](rate)
-    marks = [mark for sample in samples for line in sample.timelines for mark in line.lookups]
-    for name in ("rows", "tiles", "grid"):
-        seen = sorted({getattr(mark, name) for mark in marks})
-        yield "–".join(f"{end:,}" for end in dict.fromkeys((seen[0], seen[-1]))) if seen else numbers.ABSENT
+def _ledgers(evidence: Evidence, samples: Iterable[tuple[str, int, OverlapSample]]) -> Rows:
+    """One row per kind of traffic, never added; each with its own time, so with the rate that it really got."""
+    for (arm, rank), mine in _by_key(samples).items():
+        for name, size, ns, note in _lines(evidence, rank, mine):
+            rate = 1e9 * size / ns if ns else None
+            yield arm, rank, name, numbers.size(size), _in("ns", ns), _in("B/s", rate), note
+
+
+def _lines(
+    evidence: Evidence, rank: int, samples: list[OverlapSample]
+) -> Iterator[tuple[str, float, float | None, str]]:
+    """(line, bytes, ns, note): the host's rows beside main compute and alone, then what follows on the device."""
+    steps = [line for sample in samples for line in sample.timelines]
+    marks = [mark for line in steps for mark in line.lookups]
+    shape = ", ".join(f"{name} {_range(getattr(mark, name) for mark in marks)}" for name in ("rows", "tiles", "grid"))
+    read, staged = samples[0].source_bytes, samples[0].staging_bytes
+    distinct = {sample.distinct_bytes for sample in samples} - {None}
+    again = ", ".join(f"{1 - (size or 0) / read:.1%} read again" for size in distinct) or "repeated rows not recorded"
+    busy = numbers.median(metrics.busy_ns(sample) for sample in samples)
+    yield "source", read, busy, f"{shape}; {again}"
+    alone = numbers.median(ns for sample in samples for ns in sample.alone_ns)
+    yield "source, nothing beside it", read, alone, "the same batches" if alone else "not recorded"
+    try:
+        ledger = planning.step_ledger(evidence.plan, rank)
+    except UsageError as error:
+        yield "staging", staged, busy, f"by the lookups; the rest is unknown: {error}"
+        return
+    dim = planning.layout_for(evidence.plan).head_dim
+    pads = staged // (2 * dim) - read // (dim + dim // 32)
+    yield "staging", staged, busy, f"by the lookups; {pads:,} rows of padded heads"
+    for name in ("gather", "projection", "gate"):
+        spans = [sum(s.end - s.start for s in line.spans if s.name == name) for line in steps if line.spans]
+        size = getattr(ledger, name)
+        if size:
+            yield name, size, numbers.median(spans), "activations" if name != "gather" else "from the other head shards"
+
+
+def _range(values: Iterable[int]) -> str:
+    seen = sorted(set(values))
+    return "–".join(f"{end:,}" for end in dict.fromkeys((seen[0], seen[-1]))) if seen else numbers.ABSENT
+
+
+def _layers(evidence: Evidence) -> tuple[Sequence[str], Rows]:
+    """Medians over marked steps of a layer's main stream, waits excluded: which layers pay for the lookups."""
+    arms = [*evidence.plan.experiment.arms]
+    times = [sweeps.layer_times([run for run in evidence.runs if base_arm(run.arm) == arm]) for arm in arms]
+    rows = [
+        (
+            sweeps.stretch(layer, times[0], evidence.plan.experiment.workload.layers),
+            *(_in("ns", arm[layer]) for arm in times),
+        )
+        for layer in sorted(set.intersection(*map(set, times)))
+        if max(arm[layer] for arm in times) > (1 + _LAYER) * min(arm[layer] for arm in times)
+    ]
+    return ("layers", *(f"arm {arm}" for arm in arms)), rows
+
+
+def _swept(found: list[tuple[int, SweepSample]]) -> Iterator[object]:
+    """Medians over the steps of all runs and ranks; a P95 needs 20 of them."""
+    looked = [one for _, one in found if one.lookup_ns]
+    steps = [ns for one in looked for ns in one.lookup_ns]
+    yield _in("ns", numbers.median(steps))
+    yield _in("ns", metrics.quantile(steps, 0.95).value)
+    yield _in("B/s", sweeps.rate(looked, looked[0].peers) if looked else None)
+    for name in ("exposed_ns", "main_ns"):
+        yield _in("ns", numbers.median(ns for _, one in found for ns in getattr(one, name)))
+    yield percent(sweeps.slowdown(one for _, one in found), numbers.ABSENT)
+    yield len({index for index, _ in found})

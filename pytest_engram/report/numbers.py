@@ -5,16 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
+from pytest_engram.gates.comparison import percent
 from pytest_engram.metrics import METRICS
 from pytest_engram.model import Effect
 
 ABSENT = "absent"
 _TIMES = ((100, 60, "min", 1), (10, 1, "s", 0), (1, 1, "s", 1), (1e-3, 1e-3, "ms", 1), (1e-6, 1e-6, "µs", 1))
-
-
-def signed(ratio: float | None, open_end: str = ABSENT) -> str:
-    """A ratio − 1 in per cent without the sign of per cent: −0.031 is ``−3.1``."""
-    return open_end if ratio is None else f"{100 * ratio:+.1f}".replace("-", "−")
 
 
 def measured(effect: Effect) -> tuple[str, str]:
@@ -23,7 +19,8 @@ def measured(effect: Effect) -> tuple[str, str]:
         return ABSENT, f"({effect.note})" if effect.note else ""
     row = METRICS.get(effect.metric.partition("@")[0])
     unit = "pp" if row is not None and row.additive else "%"
-    return f"{signed(effect.estimate)} {unit}", f"[{signed(effect.low, '−∞')}, {signed(effect.high, '+∞')}]"
+    ends = percent(effect.low, "−∞", ""), percent(effect.high, "+∞", "")
+    return percent(effect.estimate, unit=f" {unit}"), f"[{', '.join(ends)}]"
 
 
 def effects(found: Iterable[Effect]) -> str:

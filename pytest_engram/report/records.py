@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import codec
+from pytest_engram import codec, hypotheses, recommendation
 from pytest_engram import provenance as machine
 from pytest_engram.errors import UsageError
 from pytest_engram.model import SCHEMA_VERSION, Evidence, Verdict
-from pytest_engram.report import markdown, strict
+from pytest_engram.report import figure, markdown, strict
 
-SECTION_SCHEMA = 1  # 1: verdicts, evidence or the names of its files, provenance, command
+SECTION_SCHEMA = 1  # 1: verdicts, evidence or the names of its files, provenance, command, hypotheses, advice
 VERDICT_FILE = "verdict.json"
 EVIDENCE_FILES = "evidence-*.json"
 
@@ -39,16 +38,14 @@ class _Records:
 def write_run(
     folder: Path, verdicts: Sequence[Verdict], evidences: Sequence[Evidence], *, command: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write ``evidence-<id>.json`` per experiment, ``report.md`` and, last, ``verdict.json``, each atomically.
+    """Write ``evidence-<id>.json`` per experiment, ``report.md``, its figures and, last, ``verdict.json``, atomically.
 
     Returns the section with the evidence embedded.
     """
-    names, seen = [], Counter[str]()
-    for evidence in evidences:
-        name = evidence.plan.experiment.id
-        seen[name] += 1
-        names.append(f"evidence-{name}.{seen[name]}.json" if seen[name] > 1 else f"evidence-{name}.json")
-        codec.write_atomic(folder / names[-1], codec.encode(evidence))
+    names = [f"evidence-{stem}.json" for stem in figure.stems(evidences)]
+    for name, evidence in zip(names, evidences, strict=True):
+        codec.write_atomic(folder / name, codec.encode(evidence))
+    figure.write_figures(folder, evidences)
     known = evidences[0].provenance if evidences else machine.collect()
     text = markdown.render(verdicts, evidences, {**known, "command": shlex.join(command)})
     codec.write_atomic(folder / "report.md", text.encode())
@@ -62,9 +59,11 @@ def engram_section(
     verdicts: Sequence[Verdict], evidences: Sequence[Evidence], provenance: dict[str, Any], command: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The schema-versioned section as strict JSON builtins; ``replaced`` lists where NaN or an infinity became null."""
+    pairs = hypotheses.pairs(verdicts, evidences)
     section = {
         "schema": SECTION_SCHEMA, "tool": "pytest-engram", "command": command, "verdicts": verdicts,
-        "evidence": evidences, "provenance": provenance,
+        "evidence": evidences, "provenance": provenance, "hypotheses": hypotheses.adjudicate(evidences, verdicts),
+        "advice": [recommendation.advice(one, said) if one else None for said, one in pairs],
     }  # fmt: skip
     clean, lost = strict.finite(codec.to_builtins(section), "$.engram")
     return {**clean, "replaced": lost}

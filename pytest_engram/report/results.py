@@ -12,8 +12,8 @@ from typing import Any
 from pytest_engram import codec, gates
 from pytest_engram.errors import UsageError
 from pytest_engram.model import GATE_NAMES, GateResult, Status, Verdict
+from pytest_engram.report import figure, numbers, terminal
 from pytest_engram.report import markdown as page
-from pytest_engram.report import numbers, terminal
 from pytest_engram.report.records import Result, read_results
 
 Evaluate = Callable[..., Verdict]  # gates.evaluate(evidence, prior=verdicts)
@@ -40,11 +40,13 @@ def gate_files(
     if baseline is not None:
         gaps, text = _against(found, verdicts, read_results([baseline]), Path(baseline), evaluate)
         verdicts, lines = verdicts + gaps, lines + text
+    evidences = [result.evidence for result in found if result.evidence is not None]
     if markdown is not None:
-        evidences = [result.evidence for result in found if result.evidence is not None]
         machine = evidences[0].provenance if evidences else {}
         codec.write_atomic(markdown, page.render(verdicts, evidences, machine).encode())
-    return verdicts, gates.exit_code(verdicts, require or None), [*lines, "", *terminal.summary(verdicts)]
+        figure.write_figures(markdown.parent, evidences)
+    lines += ["", *terminal.explained(verdicts, evidences), *terminal.summary(verdicts)]
+    return verdicts, gates.exit_code(verdicts, require or None), lines
 
 
 def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_engram.model import Claim, GateResult, RunRecord, Status, Verdict
+from pytest_engram import hypotheses, recommendation
+from pytest_engram.model import Claim, Evidence, GateResult, RunRecord, Status, Verdict
 from pytest_engram.report import numbers
 
 Markup = Callable[[str, Status], str]
@@ -64,6 +65,17 @@ def can_say(verdict: Verdict) -> str:
     if len(found) > 3:
         return f"{len(found)} effects reported, no winner declared"
     return f"reported, no winner declared: {numbers.effects(found)}" if found else "reported, without an effect"
+
+
+def explained(verdicts: Sequence[Verdict], evidences: Sequence[Evidence], width: int = 100) -> list[str]:
+    """What the evidence says of the hypotheses, with the first line of why, and the advice of each experiment."""
+    lines = ["hypotheses (they explain, no gate reads them)"]
+    for one in hypotheses.adjudicate(evidences, verdicts):
+        lines += _wrap(f"{one.statement}: {one.lines[0]}", f"  {one.number} {one.outcome:10} ", width)
+    for verdict, evidence in hypotheses.pairs(verdicts, evidences):
+        if advice := evidence and recommendation.advice(evidence, verdict):
+            lines += _wrap(advice, f"  {verdict.experiment}  ", width)
+    return [*lines, ""] if evidences else []
 
 
 def run_line(experiment: str, done: int, total: int, run: RunRecord, eta: float | None) -> str:

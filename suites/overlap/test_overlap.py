@@ -1,8 +1,9 @@
-"""B1 and B2: does hiding the lookup pay, and how much of the machine may it take?"""
+"""B1, B2 and what engines do today: does hiding the lookup pay, and how much of the machine may it take?"""
 
 import pytest
 
-pytestmark = [pytest.mark.overlap, pytest.mark.engram_experiments("submission", "cap")]
+VARIABLES = ("submission", "cap", "inline_above", "wait", "streams", "graph")
+pytestmark = [pytest.mark.overlap, pytest.mark.engram_experiments(*VARIABLES)]
 
 
 def test_gates(engram_settle):

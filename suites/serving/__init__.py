@@ -1,1 +1,1 @@
-"""Patch experiments and recorded serving results."""
+"""Patch experiments: base against candidate."""

@@ -139,7 +139,7 @@ class Recorded:
         self.write(f"proc/{pid}/environ", environ)
         self.write(f"proc/{pid}/maps", heap + header + device)
         self.write(f"proc/{pid}/smaps", heap + header + fields + device)
-        self.write(f"proc/{pid}/mounts", "tmpfs /dev/shm tmpfs rw,size=64m,mpol=bind:1 0 0\n")
+        self.write(f"proc/{pid}/mountinfo", "25 24 0:23 / /dev/shm rw - tmpfs shm rw,size=64m,mpol=bind:1\n")
         self.write(
             f"proc/{pid}/numa_maps", f"55d000000000 {policy} heap anon=3 N0=3 kernelpagesize_kB=4\n" + table_line
         )

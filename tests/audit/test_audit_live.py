@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def test_every_backing_is_found(serve: Callable[..., Any], shm_name: str) -> Non
     assert missing == {"engram": PAGES - 10, "memfd": PAGES - 20, "pinned": PAGES - 30}
     assert found["engram"]["name"] == f"{shm_name} (deleted)"
     assert found["engram"]["pages"] == {"0": 10}
+    assert f"worker {server.pid}: near and remote pages are not told apart, it maps no GPU" in report["evidence"]
     if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         assert found["anonymous"]["views"][0]["huge_share"] == 1.0
 
@@ -169,7 +171,8 @@ def test_watch_survives_the_end_of_a_worker(
     def interrupted(seconds: float) -> None:
         server.stop() if server.process.poll() is None else (_ for _ in ()).throw(KeyboardInterrupt)
 
-    monkeypatch.setattr(time, "sleep", interrupted)
+    clock = SimpleNamespace(sleep=interrupted, strftime=time.strftime)  # subprocess sleeps too, when the end is slow
+    monkeypatch.setattr(command, "time", clock)
     code, text = run(server.pid, "--watch", 1)
     assert text.endswith("stopped\n")
     assert "ENOENT" in text

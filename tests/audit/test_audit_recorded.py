@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pytest_engram.audit import render
-from pytest_engram.audit.judging import Report, engines, look, offsets
+from pytest_engram.audit.judging import Report, engines, look
 from pytest_engram.audit.reading import Limits
 from pytest_engram.model import Topology
-from pytest_engram.numa import _syscalls
+from pytest_engram.numa import _syscalls, pages
 
 MAPS = Limits(numa_maps=True)
 ON_0: Callable[[int, int], int] = lambda pid, address: 0  # noqa: E731
@@ -213,12 +213,13 @@ def test_unreadable_text_is_a_gap_not_a_crash(recorded: Any, two_nodes: Topology
 
 def test_samples_do_not_alias_with_interleaving() -> None:
     """A sampled table states its bound and sees both nodes of an interleave; a fixed stride would see one."""
-    where, bound = offsets(0, 40960 * 4096, 1024, "table")
+    table = range(0, 40960 * 4096, 4096)
+    where, bound = pages.strata(table, 1024, "table"), pages.bound(pages.strata(table, 1024, "table"))
     odd = sum(offset // 4096 % 2 for offset in where) / len(where)
     assert (len(where), round(bound, 4)) == (1024, 0.0306)
     assert abs(odd - 0.5) < bound
-    assert sum(offset // 4096 % 2 for offset in range(0, 40960 * 4096, 40 * 4096)) == 0
-    assert offsets(0, 1024 * 4096, 1024, "key") == (range(0, 1024 * 4096, 4096), 0.0)
+    assert sum(offset // 4096 % 2 for offset in table[::40]) == 0
+    assert (pages.strata(table[:1024], 1024, "key"), pages.bound(table)) == (table[:1024], 0.0)
 
 
 METRICS = """

@@ -39,6 +39,12 @@ def test_documented_backends_conform(suite, name):
 
 def test_a_mistake_in_the_example_is_named(suite):
     """The control: a block that does not deepen fails with the contract line, token and layer."""
-    done = suite("Plain", "blocked |= bool(", "blocked = bool(")
+    done = suite("Plain", "np.logical_or.accumulate(dead | (", "(dead | (")
     assert done.returncode == 1
     assert all(word in done.stdout for word in ("H6", "token", "expected"))
+
+
+def test_the_example_is_thirty_lines():
+    """The complete backend is what it says: at most 30 lines that are not blank."""
+    block = re.search(r"30 lines\n\n```python\n(.*?)```", (ROOT / "docs/BACKENDS.md").read_text(), re.DOTALL)
+    assert sum(bool(line.strip()) for line in block[1].splitlines()) <= 30

@@ -1,9 +1,11 @@
 """The CPU engine: right rows, one serial queue, real overlap, errors that surface."""
 
+import math
 import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import islice
 from statistics import median
 
@@ -14,7 +16,7 @@ from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.engines.cpu import CpuEngine
 from pytest_engram.engines.protocol import StepSettings
 from pytest_engram.engines.tables import table_views
-from pytest_engram.errors import EngramError, PlacementError, UsageError
+from pytest_engram.errors import EngramError, NotMeasurable, PlacementError, UsageError
 from pytest_engram.hashing import HashBatch, hash_ids
 from pytest_engram.model import Workload
 from pytest_engram.queueing import queue_report
@@ -264,13 +266,94 @@ def test_threads_env_leaves_a_cpu_to_the_worker():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "submission", "code"), [(65, "early", "too-many-tokens"), (4, "later", "bad-submission")]
+    ("tokens", "changes", "code"),
+    [
+        (65, {}, "too-many-tokens"),
+        (4, {"submission": "later"}, "bad-submission"),
+        (4, {"graph": True}, "no-cuda-graphs"),
+    ],
 )
-def test_wrong_input_is_a_usage_error(bench, tokens, submission, code):
-    """P6: more tokens than the staging buffer holds, or an unknown submission, stop before anything is hashed."""
-    with pytest.raises(UsageError) as caught:
-        bench.engine().step(batches(bench, 1, tokens)[0], StepSettings(submission=submission), marks=False)
+def test_what_cannot_run_is_refused(bench, tokens, changes, code):
+    """P6: too many tokens for the staging buffer, an unknown submission, a CUDA graph: known before a hash."""
+    with pytest.raises((UsageError, NotMeasurable)) as caught:
+        bench.engine().step(batches(bench, 1, tokens)[0], StepSettings(**changes), marks=False)
     assert caught.value.code == code
+
+
+ARMS = [StepSettings(inline_above=8), StepSettings(wait="stream"), StepSettings(streams=2)]
+
+
+@pytest.mark.parametrize("settings", [*ARMS, replace(LATE, wait="stream"), replace(LATE, inline_above=0)], ids=str)
+def test_settings_do_not_change_rows_or_outputs(bench, settings):
+    """Where a lookup runs and what its consumer waits for is no part of the result."""
+    engine = bench.engine()
+    for batch in batches(bench, 3):
+        assert np.array_equal(engine.rows(batch, settings)[1], engine.rows(batch, EARLY)[1])
+        seen, wanted = (engine.step(batch, each, marks=False).output for each in (settings, EARLY))
+        assert np.array_equal(seen, wanted)
+
+
+@pytest.mark.parametrize("settings", [StepSettings(inline_above=8), replace(LATE, inline_above=8)], ids=str)
+def test_an_inline_lookup_is_its_consumers_own_work(bench, settings):
+    """More tokens than the threshold: the main thread looks up within its wait; at most as many: the worker does."""
+    threads = []
+
+    class Seen(SlowBackend):
+        def lookup(self, shard, ids, out, *, cap=None):
+            threads.append(threading.get_ident())
+            return super().lookup(shard, ids, out, cap=cap)
+
+    engine = bench.engine(Seen())
+    large, small = batches(bench, 1, 9)[0], batches(bench, 1, 8)[0]
+    result = engine.step(large, settings, marks=True)
+    assert set(threads) == {threading.get_ident()}
+    for mark in result.timeline.lookups:
+        assert mark.wait_before <= mark.submit <= mark.start < mark.done <= mark.wait_after
+    assert queue_report(result.timeline, tolerance_ns=2_000, late_ns=math.inf).serial
+    assert result.step_ns - result.main_ns >= 9_900_000
+    threads.clear()
+    engine.step(small, settings, marks=False)
+    assert threading.get_ident() not in threads
+
+
+def test_waiting_for_the_stream_waits_for_later_layers(bench):
+    """The first consumer waits for both lookups, where its own event would have let it go after one."""
+    ends = {}
+    for settings in (EARLY, StepSettings(wait="stream")):
+        engine = bench.engine(SlowBackend())
+        first, second = engine.step(batches(bench, 1)[0], settings, marks=True).timeline.lookups
+        ends[settings.wait] = first.wait_after, second.done
+    assert ends["layer"][0] < ends["layer"][1]
+    assert ends["stream"][0] >= ends["stream"][1]
+
+
+def test_two_streams_are_no_serial_queue(bench):
+    """Negative control: lookups that alternate between two workers overlap, and the queue model says so."""
+    engine, batch = bench.engine(SlowBackend()), batches(bench, 1)[0]
+    reports = [queue_report(engine.step(batch, StepSettings(streams=n), marks=True).timeline) for n in (1, 2)]
+    assert "overlaps the lookup of layer 1" in reports[1].reason
+    assert "overlaps" not in (reports[0].reason or "")
+
+
+def test_a_hanging_stream_ends_at_the_deadline(bench):
+    """A consumer that waits for a whole stream has the same deadline, and the engine is not used after it."""
+    backend = HangingBackend()
+    engine, batch = bench.engine(backend, deadline_s=0.1), batches(bench, 1)[0]
+    engine._await = lambda *_: None
+    with pytest.raises(EngramError, match="prefetch stream: no end in") as caught:
+        engine.step(batch, StepSettings(wait="stream"), marks=False)
+    assert caught.value.code == "lookup-failed"
+    backend.end.set()
+    with pytest.raises(EngramError, match="never ended"):
+        engine.rows(batch, EARLY)
+
+
+@pytest.mark.parametrize("settings", [EARLY, LATE, StepSettings(inline_above=0)], ids=str)
+def test_lookups_alone_have_no_main_compute(bench, settings):
+    """ΣL_i of two lookups of 5 ms, without the chain."""
+    engine, batch = bench.engine(SlowBackend()), batches(bench, 1)[0]
+    engine._chain = None
+    assert 9_900_000 <= engine.alone_ns(batch, settings) < 100_000_000
 
 
 @pytest.mark.parametrize("layers", [(1,), (3, 1), (1, 5)])

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ import pytest
 from pytest_engram import gates
 from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.engines.cpu import CpuEngine
-from pytest_engram.engines.prefetch import PrefetchQueue
 from pytest_engram.engines.protocol import EngineSetup, StepSettings
 from pytest_engram.engines.tables import table_views
 from pytest_engram.model import Claim, OverlapSample, Status, Workload
@@ -28,7 +27,7 @@ from pytest_engram.serving.replay import fixed_batches
 
 EARLY, ROWS_BYTES = StepSettings(submission="early"), 16 * 2 * 6 * 66
 LOOKUP_S = 0.005
-LINK = {"link_bytes_per_s": {"value": 20 * ROWS_BYTES / (2 * LOOKUP_S)}}  # twenty times what the slow lookups need
+LINK = {"link_bytes_per_s": 20 * ROWS_BYTES / (2 * LOOKUP_S)}  # twenty times what the slow lookups need
 
 
 class Slow(ReferenceBackend):
@@ -80,22 +79,6 @@ class Cached(Slow):
         return launch
 
 
-class TwoStreams(CpuEngine):
-    """Negative control: the layers' lookups alternate between two worker threads."""
-
-    def __init__(self, setup):
-        super().__init__(setup)
-        self._second = PrefetchQueue(setup.cpus)
-        self._turn = cycle((self._fifo, self._second))
-
-    def _submit(self, ticket):
-        next(self._turn).submit(ticket)
-
-    def close(self):
-        self._second.close(10)
-        super().close()
-
-
 class WrongLayer(CpuEngine):
     """Every consumer waits for the first layer's lookup."""
 
@@ -140,7 +123,7 @@ def laboratory():
 def judge(bench, laboratory):
     """(verdict, timelines) of B1 where arm B's marks are those of a real engine of that class."""
 
-    def run(engine_class, backend, *, reuse="low-reuse", provenance=None, state=None):
+    def run(engine_class, backend, *, reuse="low-reuse", drift=None, state=None, settings=EARLY):
         engine = engine_class(
             EngineSetup(
                 rank=0, layout=bench.layout, tables=table_views(bench.buffer, bench.layout), token_map=bench.token_map,
@@ -150,13 +133,13 @@ def judge(bench, laboratory):
         )  # fmt: skip
         bench.engines.append(engine)
         batches = list(islice(fixed_batches(Workload(tokens=16), 3, bench.vocabulary, reuse), 3))
-        lines = tuple(engine.step(batch, EARLY, marks=True, index=n).timeline for n, batch in enumerate(batches))[1:]
+        lines = tuple(engine.step(batch, settings, marks=True, index=n).timeline for n, batch in enumerate(batches))[1:]
         sample = OverlapSample(rank=0, state=state or reuse, timelines=lines, resolution_ns=engine.resolution_ns,
                                source_bytes=ROWS_BYTES, staging_bytes=1)  # fmt: skip
         evidence = laboratory.evidence("B1", claim=Claim.IMPROVES)
-        runs = [replace(run, overlap=(sample if run.arm == "B" else replace(run.overlap[0], source_bytes=1),))
-                for run in evidence.runs]  # fmt: skip
-        evidence = replace(evidence, runs=tuple(runs), provenance={**evidence.provenance, **(provenance or {})})
+        runs = [replace(run, overlap=(sample if run.arm == "B" else replace(run.overlap[0], source_bytes=1),),
+                        drift={**run.drift, **(drift or {})}) for run in evidence.runs]  # fmt: skip
+        evidence = replace(evidence, runs=tuple(runs))
         return gates.evaluate(evidence), lines
 
     return run
@@ -178,7 +161,7 @@ def test_a_sound_engine_is_no_trap(judge):
 
 def test_two_streams_are_no_serial_queue(judge):
     """Two worker threads hide more than one queue can: the evidence is void, whatever it gained."""
-    reason, seen = refused(judge(TwoStreams, Late())[0])
+    reason, seen = refused(judge(CpuEngine, Late(), settings=StepSettings(streams=2))[0])
     assert reason == "not-a-serial-queue"
     assert "layer 3: overlaps the lookup of layer 1" in seen
 
@@ -202,21 +185,21 @@ def test_a_lookup_bounded_on_the_main_stream_is_faster_than_any_link(judge):
 
     No queue contradicts them, but what the consumers waited is not what the marks say was exposed.
     """
-    verdict, lines = judge(EventAtSubmission, Slow(), provenance=LINK)
+    verdict, lines = judge(EventAtSubmission, Slow(), drift=LINK)
     reason, seen = refused(verdict)
     assert (reason, seen[:6]) == ("faster-than-link", "arm B,")
     for times in (times for line in lines for times in queue_report(line).lookups[:1]):
         assert times.exposed == 0
         assert times.waited > LOOKUP_S * 1e9 / 2
-    assert judge(CpuEngine, Slow(), provenance=LINK)[0].status is not Status.INVALID
+    assert judge(CpuEngine, Slow(), drift=LINK)[0].status is not Status.INVALID
 
 
 def test_cached_rows_are_faster_than_the_link(judge):
     """A lookup that serves low-reuse rows from a copy beats the host's link, and is not believed."""
-    verdict, _ = judge(CpuEngine, Cached(), reuse="repeated", state="low-reuse", provenance=LINK)
+    verdict, _ = judge(CpuEngine, Cached(), reuse="repeated", state="low-reuse", drift=LINK)
     reason, seen = refused(verdict)
     assert (reason, seen[:6]) == ("faster-than-link", "arm B,")
-    assert judge(CpuEngine, Cached(), provenance=LINK)[0].status is not Status.INVALID
+    assert judge(CpuEngine, Cached(), drift=LINK)[0].status is not Status.INVALID
 
 
 def test_repeated_rows_are_named(judge, laboratory):

@@ -31,7 +31,7 @@ class FakeEngine:
         self.time, self.step_s, self.fail_at, self.sizes, self.batches = 0.0, step_s, fail_at, [], []
         self.error = error or EngramError("rows are gone", code="lookup-failed")
 
-    def step(self, batch, settings, *, marks, index=0):
+    def step(self, batch, settings, *, marks, index=0, output=True):
         self.batches.append(batch)
         self.sizes.append((len(batch.token_ids), len(batch.query_start_loc) - 1))
         self.time += self.step_s

@@ -14,6 +14,7 @@ import numpy as np
 
 from pytest_engram.backends.protocol import Launch
 from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.backends.streams import StreamPrefetch
 from pytest_engram.engines.cpu import CpuEngine
 from pytest_engram.engines.prefetch import Ticket
 from pytest_engram.engines.protocol import StepSettings
@@ -141,6 +142,40 @@ def _truncating_step(self: Any, batch: Any, settings: StepSettings, *, marks: bo
     return CpuEngine.step(self, batch, settings, marks=marks, index=index)
 
 
+def _streams(**methods: Any) -> ReferenceBackend:
+    """The stream-ordered queue with some methods replaced, on a virtual GPU."""
+    backend, kind = ReferenceBackend(), type("Faulty", (StreamPrefetch,), methods)
+    backend.streams = lambda layout, tables, most, around, *, engine: kind(  # type: ignore[method-assign]
+        backend.lookup, layout, tables, most, around, engine
+    )
+    return backend
+
+
+def _launch(differences: dict[str, str] | None = None, **methods: Any) -> ReferenceBackend:
+    """The launcher's decisions replaced."""
+    backend = ReferenceBackend()
+    backend.differences = backend.differences if differences is None else differences
+    vars(backend).update(methods)
+    return backend
+
+
+def _inline_when_large(self: Any, tickets: Any) -> None:
+    for ticket in tickets:
+        if len(ticket.run.args[1]) > 8:
+            ticket.work()
+        else:
+            self._submit(ticket)
+
+
+def _copied_ids(self: Any, layer: int, ids: Any) -> None:
+    StreamPrefetch.submit(self, layer, ids.clone())
+
+
+def _host_waits(self: Any, layer: int, tokens: int) -> Any:
+    self.cuda.synchronize()
+    return StreamPrefetch.take(self, layer, tokens)
+
+
 def _storage(change: Callable[[Any], Any] = lambda table: table, **options: Any) -> ReferenceBackend:
     """``change(table)`` after a rank has built its part; options of :func:`_build`."""
     backend = ReferenceBackend()
@@ -264,6 +299,9 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "lookups on the main stream": ("P7", _submit_by(lambda _, tickets: [ticket.work() for ticket in tickets])),
     "one side stream per layer": ("P7", _submit_by(_one_thread_each)),
     "last in, first out": ("P7", _submit_by(lambda self, tickets: [self._fifo.submit(t) for t in reversed(tickets)])),
+    "the host waits instead of the stream": ("P4", _streams(take=_host_waits)),
+    "a graph keeps the ids of its capture": ("P5", _streams(submit=_copied_ids)),
+    "a large batch is looked up inline": ("P8", _submit_by(_inline_when_large)),
     "every step copies the table": ("P9", _prepare_after(_copied_shards)),
     "every step makes new views": ("P9", _prepare_after(_rebuilt_views)),
     "peers hear no cause": ("S1 S3", _own_words(_storage())),
@@ -277,6 +315,12 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "load without a barrier": ("S6", _storage(_subclass(load=_no_barrier))),
     "only the first load has a barrier": ("S6", _storage(_subclass(load=_first_barrier_only))),
     "the table's memory can be replaced": ("S7", _storage(_replaceable)),
+    "sharing is always accepted": ("S8", _launch(sharing=lambda **_: None)),
+    "replicas share over hosts": ("S9", _launch(sharing_group=lambda nodes, replica: len(nodes) // replica)),
+    "a fallback without a word": ("S10", _launch(may_share=lambda nbytes, *, shm, replicas: (
+        nbytes < 1 << 50 and shm == "/dev/shm" and replicas > 1))),
+    "tables are shared whatever there is": ("S10", _launch(may_share=lambda *_, **__: True)),
+    "a short cgroup is a refusal": ("S12", _launch(differences={})),
     "registered before it is placed": ("S13", _storage(order="stock")),
     "THP loses the last page": ("S14", _storage(_subclass(load=_half_loaded_thp))),
 }  # fmt: skip

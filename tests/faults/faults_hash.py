@@ -12,7 +12,7 @@ import numpy as np
 
 from pytest_engram import hashing
 from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
-from pytest_engram.hashing import DEAD_ID, IMAGE_SENTINEL_ID, HashBatch, SlotCache, hash_ids
+from pytest_engram.hashing import DEAD_ID, IMAGE_SENTINEL_ID, HashBatch, SlotCache, build_token_map, hash_ids
 
 _LAYOUT = ("layer_ids", "columns", "max_ngram", "n_heads", "pad_token_id", "primes", "offsets", "multipliers")
 
@@ -171,6 +171,18 @@ def _bind_dead(self: Any, slots: int) -> None:
     self._cache.values[:] = DEAD_ID
 
 
+def _tokens(change: Callable[[Any], Any]) -> ReferenceBackend:
+    backend = ReferenceBackend()
+    backend.token_map = lambda tokens: build_token_map(change(tokens))  # type: ignore[assignment, misc]
+    return backend
+
+
+def _variants() -> ReferenceBackend:
+    backend = ReferenceBackend()
+    backend.hash_variants = lambda *inputs: len({len(b.token_ids) for b in inputs[2]})  # type: ignore[method-assign]
+    return backend
+
+
 def _alive(batch: HashBatch) -> Any:
     return np.zeros_like(batch.dead)
 
@@ -245,6 +257,12 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
         if len(b.positions) else b.window)),
     "dummies are row 0": ("H17", _hasher(dummy=lambda _, n: (np.zeros((n, 2, 24), np.int32), np.zeros(n, bool)))),
     "dummies are kept": ("H17", _hasher(dummy=lambda _, n: (np.full((n, 2, 24), -1, np.int32), np.ones(n, bool)))),
+    "case counts": ("H1", _tokens(lambda tokens: [(text.replace("T", "x"), raw) for text, raw in tokens])),
+    "a lone space is empty": ("H1", _tokens(lambda tokens: [(text.strip() or "", raw) for text, raw in tokens])),
+    "every length is compiled": ("H19", _variants()),
+    "no window is an unknown one": ("H20", _batch(
+        window=lambda b: b.window if b.window.shape[1] else np.full((len(b.window), 3), -1, np.int32),
+        window_dead=lambda b: b.window_dead if b.window.shape[1] else np.zeros((len(b.window), 3), dtype=bool))),
     "an empty batch has no layers": ("H18", _hash(lambda layout, batch, *rest: hash_ids(layout, batch, *rest)
                                      if len(batch.token_ids) else np.zeros((0, layout.columns), np.int32))),
 }  # fmt: skip

@@ -10,7 +10,9 @@ import numpy as np
 
 from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend
-from pytest_engram.rows import decode_rows, e4m3_values, gated_residual, lookup_rows, ue8m0_values
+from pytest_engram.hashing import padded_ids
+from pytest_engram.layout import parameter_name
+from pytest_engram.rows import decode_rows, e4m3_values, gated_residual, lookup_rows, project, ue8m0_values
 
 
 def _lookup(fault: Callable[..., Any]) -> ReferenceBackend:
@@ -127,6 +129,25 @@ def _scale_wrap(shard: TableShard, ids: Any, out: Any, _cap: Any) -> None:
             lookup_rows(one, np.zeros((1, 1), np.int32), out[token : token + 1, head : head + 1])
 
 
+def _output(fault: Callable[..., Any]) -> ReferenceBackend:
+    """``fault(hidden, rows, wkv, query_norm, key_norm, keep)`` from rows to hidden states."""
+    backend = ReferenceBackend()
+    backend.output = fault  # type: ignore[attr-defined]
+    return backend
+
+
+def _pads(fault: Callable[..., Any]) -> ReferenceBackend:
+    backend = ReferenceBackend()
+    backend.padded_ids = fault  # type: ignore[assignment, method-assign]
+    return backend
+
+
+def _names(fault: Callable[[str], str]) -> ReferenceBackend:
+    backend = ReferenceBackend()
+    backend.parameter_name = fault  # type: ignore[assignment]
+    return backend
+
+
 def _gate(fault: Callable[..., Any]) -> ReferenceBackend:
     backend = ReferenceBackend()
     backend.gate = fault  # type: ignore[method-assign]
@@ -203,6 +224,11 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "spare rows are owned": ("L7", _shard(lambda s: {"end": s.start + len(s.weight)})),
     "head order DP-major": ("L8", _dp_major()),
     "a lone last token is dropped": ("L9", _after(_last_zero)),
+    "padded to the largest of all hosts": ("L10", _pads(
+        lambda ids, counts, group: padded_ids(ids, counts, slice(None)))),
+    "padded with row 0": ("L10", _pads(lambda ids, counts, group: np.maximum(padded_ids(ids, counts, group), 0))),
+    "tokens beyond the slot are cut": ("L10", _pads(
+        lambda ids, counts, group: padded_ids(ids[: max(counts[group])], counts, group))),
     "no gate": ("L11", _gate(lambda h, k, v, q, n, keep: h + keep[:, None] * v)),
     "the root has no sign": ("L11", _gate_by(sign=0)),
     "the gate is turned": ("L11", _gate_by(sign=-1)),
@@ -214,6 +240,13 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "norms forgotten": ("L11", _gate(
         lambda h, k, v, q, n, keep: gated_residual(h, k, v, q * 0 + 1, n * 0 + 1, keep=keep))),
     "masked tokens pass the gate": ("L11", _gate(lambda h, k, v, q, n, _: gated_residual(h, k, v, q, n))),
+    "the value is projected first": ("L11", _output(lambda h, r, w, *rest: gated_residual(
+        h, *project(r, w)[::-1], *rest[:2], keep=rest[2]))),
+    "the projection takes heads in reverse": ("L11", _output(lambda h, r, w, *rest: gated_residual(
+        h, *project(r[:, ::-1], w), *rest[:2], keep=rest[2]))),
+    "one name of a scale is unknown": ("L12", _names(lambda name: name.replace(".weight_scale", ".weight_scale_inv"))),
+    "every scale is an Engram table's": ("L12", _names(lambda name: parameter_name(name).replace(
+        "mlp.scale", "mlp.weight_scale_inv"))),
     "masked tokens are zeroed": ("L11", _gate(
         lambda h, k, v, q, n, keep: gated_residual(h, k, v, q, n) * keep[:, None])),
 }  # fmt: skip

@@ -20,18 +20,18 @@ import faults_engine  # noqa: E402
 import faults_hash  # noqa: E402
 import faults_rows  # noqa: E402
 
-from pytest_engram.cases import prefetch  # noqa: E402
+from pytest_engram.cases import bench  # noqa: E402
 from pytest_engram.cases.case import Case  # noqa: E402
 from pytest_engram.checks import CASES, check  # noqa: E402
 
-prefetch._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
+bench._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
 
 FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS}
 CAPABILITIES = {  # first letter of a contract line -> whose cases run
     "H": {"hash", "slot-cache"},
-    "L": {"lookup", "shards", "gate"},
+    "L": {"lookup", "shards", "gate", "launch"},
     "P": {"prefetch"},
-    "S": {"storage"},
+    "S": {"storage", "launch"},
 }
 
 

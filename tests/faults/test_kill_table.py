@@ -76,4 +76,5 @@ def test_every_fault_is_killed_on_every_seed(table: ModuleType) -> None:
 def test_no_false_alarm() -> None:
     """The correct backend passes every case on 20 seeds."""
     samples = [check(ReferenceBackend(), case, seed=seed) for seed in range(SEEDS) for case in CASES]
-    assert [explain(sample) for sample in samples if not sample.passed] == []
+    assert [explain(sample) for sample in samples if sample.supported and not sample.passed] == []
+    assert {sample.case for sample in samples if not sample.supported} <= {"one-variant", "short-cgroup"}

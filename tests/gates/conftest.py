@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_engram import codec, experiment, gates, schedule
+from pytest_engram import codec, experiment, experiment_rules, gates, schedule
 from pytest_engram.model import (
     ComputeSample,
     CorrectnessSample,
@@ -67,6 +67,8 @@ class Lab:
             "no_offset": (rule("main_compute", "down", 0.05), *peers), "end_to_end": (rule("goodput", "up", 0.0),),
             "guards": (rule("rejection_rate", "down", 0.01), *(rule(tail, "down", 0.02) for tail in TAILS)),
         }  # fmt: skip
+        if loaded.serving is None:  # what engines do today: no load, so nothing of a server to compare
+            fixed |= {"end_to_end": (), "guards": ()}
         return replace(loaded, **{**fixed, **changes})
 
     def topology(self):
@@ -78,7 +80,7 @@ class Lab:
         return Topology(nodes=nodes, sockets={0: (0, 1), 1: (2, 3)})
 
     def placement(self, chosen, arm):
-        policy = str({**chosen.hold, **chosen.arms[arm]}.get("policy", "default"))
+        policy = str(experiment_rules.settings(chosen, arm)["policy"])
         ranks = tuple(range(chosen.ranks))
         if policy == "per-socket":
             tables = tuple(TablePlan(ranks=(rank,), mode="bind", nodes=(rank,)) for rank in ranks)
@@ -151,15 +153,17 @@ class Lab:
                 for rank in ranks
             ),
             serving=tuple(serving(rank, value) for rank in ranks),
-            drift={"cpu_mhz": 3000.0, "load_1min": 1.0},
+            drift={"cpu_mhz": 3000.0, "load_1min": 1.0,
+                   "graph_replays": 24.0 * experiment_rules.settings(plan.experiment, arm)["graph"]},
         )  # fmt: skip
 
     def fingerprint(self, plan, arm):
-        chosen = {**plan.experiment.hold, **plan.experiment.arms[arm]}
+        chosen = experiment_rules.settings(plan.experiment, arm)
+        steps = {name: str(chosen[name]) for name in ("submission", "cap", "wait", "inline_above", "streams", "graph")}
         return {
             "machine.kernel": "6.12", "backend.commit": str(chosen.get("backend", "c0ffee")),
             "groups": str([table.ranks for table in plan.placements[arm].tables]), "policy": str(chosen.get("policy")),
-            "submission": str(chosen["submission"]), "cap": str(chosen.get("cap")), "protocol": plan.protocol_hash,
+            **steps, "protocol": plan.protocol_hash,
         }  # fmt: skip
 
     def cases(self):
@@ -187,12 +191,13 @@ def _stamp(index):
 
 def overlap(plan, arm, rank, lookup, exposed):
     """One marked step whose two lookups take ``lookup`` ns and whose first consumer waits ``exposed`` ns more."""
-    settings = {**plan.experiment.hold, **plan.experiment.arms[arm]}
+    settings = experiment_rules.settings(plan.experiment, arm)
+    early = settings["submission"] == "early" and (settings["inline_above"] or 64) >= 64
     length, wait = int(lookup), min(int(exposed), int(lookup))
-    grid = min(96, settings.get("cap") or 66)
+    grid = min(96, settings["cap"] or 66)
     marks, spans = [], []
-    if settings["submission"] == "early":
-        submits, starts = (1000, 1001), (1001, 1001 + length)
+    if early:
+        submits, starts = (1000, 1001), (1001, 1001 + length * (2 - settings["streams"]))
     else:
         submits = starts = (2000, 2000 + 3 * length)
     for number, layer in enumerate((1, 6)):
@@ -200,9 +205,9 @@ def overlap(plan, arm, rank, lookup, exposed):
         before = done - wait if number == 0 else done
         marks.append(
             LookupMark(layer=layer, hash_ready=900, submit=submits[number], start=starts[number], done=done,
-                       wait_before=before, wait_after=done, rows=1536, tiles=96, grid=grid)
+                       wait_before=before, rows=1536, tiles=96, grid=grid,
+                       wait_after=starts[1] + length if early and settings["wait"] == "stream" else done)
         )  # fmt: skip
-    early = settings["submission"] == "early"
     spans.append(Span(name="compute", layer=0, start=1100 if early else 1000, end=1200 if early else 1900))
     spans.append(Span(name="compute", layer=1, start=marks[0].done, end=marks[0].done + 50))
     line = Timeline(rank=rank, step=0, begin=0, end=10 * length, tokens=64, lookups=tuple(marks), spans=tuple(spans))

@@ -1,6 +1,7 @@
 """Experiments are read strictly: every mistake is named with its line before anything is measured."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,48 @@ def test_the_suites_own_experiments_load():
     assert all(getattr(e, name) for e in found.values() for name in RULE_LISTS)
 
 
+def test_a_model_stands_where_the_workload_gives_nothing():
+    """A preset's entries are taken, explicit ones win, and the result is as if all had been written out."""
+    bare = re.sub(r"  (hidden|layers|engram_layers|tokens|gemms_per_layer): .*\n", "", B1)
+    work = _load(bare.replace("workload:", "workload:\n  model: deepseek-v4.1\n  layers: 16")).workload
+    assert (work.hidden, work.layers, work.engram_layers, work.tokens, work.gemms_per_layer) == (
+        5120, 16, (1, 14), 8192, 14
+    )  # fmt: skip
+    assert work.model == "deepseek-v4.1"
+    assert replace(_load(bare.replace("workload:", "workload:\n  model: cpu")).workload, model="") == _load(B1).workload
+
+
+def test_every_preset_is_a_workload():
+    """Each shipped model loads, keeps its Engram layers inside its stack and names no setting of an experiment."""
+    for name in experiment.models():
+        work = _load(B1.replace("workload:", f"workload:\n  model: {name}")).workload
+        assert work.engram_layers[-1] < work.layers
+    with pytest.raises(UsageError, match="unknown key"):
+        _load(B1.replace("  tokens: 64", "  tokens: 64\n  depth: 4"))
+
+
+@pytest.mark.parametrize("folder", ["cuda", "more"])
+def test_the_further_experiments_load(folder):
+    """The GPU's and the engines' variants are experiments, too; huge-page twins differ in backing, arms and sizes."""
+    found = experiment.load_all(FOLDER / folder)
+    assert {"B1-inline", "B1-wait", "B1-streams"} <= found.keys()
+    for twin in (name for name in found if name.endswith("-huge")):
+        plain, huge = found[twin.removesuffix("-huge")], found[twin]
+        assert (huge.hold["backing"], huge.ranks) == ("anon-thp", 1)
+        same = {"id": plain.id, "title": plain.title, "source": plain.source, "hold": plain.hold, "arms": plain.arms}
+        assert replace(huge, **same, workload=replace(huge.workload, sizes=plain.workload.sizes)) == plain
+        assert {**huge.hold, "backing": "tmpfs"} == plain.hold
+        assert huge.arms.items() <= plain.arms.items()
+
+
+def test_ranks_that_share_heads_have_no_loads_of_their_own():
+    """They take every step together, so each with its own clients is refused, and without is not."""
+    text = B1.replace("ranks: 1", "ranks: 2").replace("  tokens: 64", "  tokens: 64\n  tensor_parallel: true")
+    assert "take every step together" in _refused(text)
+    lone = re.sub(r"end_to_end:\n.*?workload:", "end_to_end: []\nguards: []\nworkload:", text, flags=re.S)
+    assert _load(lone[: lone.index("serving:")].replace("improves", "characterises")).workload.tensor_parallel
+
+
 def test_b1_fits_a_small_machine():
     """The default B1 keeps its own floor (load and cool-down) below half a minute per ten runs."""
     b1 = experiment.load(FOLDER / "B1.yaml")
@@ -128,7 +171,17 @@ def test_b1_fits_a_small_machine():
         ("claim: improves", "claim: on", "truth value"),
         ("subject: suite loop", "subject: my server", "served engine"),
         ("unit: replay", "unit: minute", "allocation"),
-        ("variable: submission", "variable: weather", "policy, submission, cap, backend"),
+        ("variable: submission", "variable: weather", "policy, submission, cap, backend, wait, inline_above, streams"),
+        ("cap: null, grid", "cap: null, wait: queue, grid", "layer (its own lookup) or stream"),
+        ("cap: null, grid", "cap: null, inline_above: 0, grid", "null or a number of tokens"),
+        ("cap: null, grid", "cap: null, inline_above: true, grid", "null or a number of tokens"),
+        ("cap: null, grid", "cap: null, streams: 3, grid", "2 as a negative control"),
+        ("cap: null, grid", "cap: null, streams: true, grid", "2 as a negative control"),
+        ("cap: null, grid", "cap: null, graph: 1, grid", "replay a CUDA graph"),
+        ("  tokens: 64", "  tokens: 64\n  sizes: [0, 8]", "rising numbers of tokens"),
+        ("  tokens: 64", "  tokens: 64\n  sizes: [8, 1]", "rising numbers of tokens"),
+        ("  tokens: 64", "  tokens: 64\n  model: gpt", "one of: cpu, deepseek-v4.1, v4.1-short"),
+        ("  tokens: 64", "  tokens: 64\n  model: 4", "text"),
         ("direction: down, margin: 0.05", "direction: down, margin: -0.05", "a share"),
         ("direction: down, margin: 0.05", "direction: up, margin: 0.05", "where good lies"),
         ("metric: main_compute", "metric: main_computer", "one of: lookup"),
@@ -177,6 +230,7 @@ def test_a_mistake_is_refused_with_its_line(old, new, says):
         ("metric: ttft_p99", "metric: ttft_p95", "  - {metric: itl_p95", "given twice"),
         ("requests: 120", "requests: 90", "  - {metric: itl_p95", "90 samples planned; expected at least 100"),
         ("  B: {submission", '  "A\'": {submission', "arms:", "A' is added here"),
+        ("  tokens: 64", "  tokens: 64\n  tensor_parallel: true", "ranks: 1", "at least 2, which share the heads"),
     ],
 )
 def test_a_contradiction_is_refused_at_one_of_its_ends(old, new, line, says):
@@ -230,7 +284,7 @@ def test_settings_keep_their_types():
     """A cap of null stays None and a cap of 8 a number; numbers for float fields become floats."""
     b2 = experiment.load(FOLDER / "B2.yaml")
     assert b2.arms["A"] == {"cap": None}
-    assert b2.arms["B8"] == {"cap": 8}
+    assert b2.arms["cap8"] == {"cap": 8}
     assert isinstance(_load(B1.replace("rate: 100.0", "rate: 100")).serving.rate, float)
 
 

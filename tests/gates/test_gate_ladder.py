@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pytest_engram import codec, gates
-from pytest_engram.model import Claim, Evidence, Problem, Status, Verdict
+from pytest_engram.model import Claim, Evidence, Problem, Status, SweepSample, Verdict, Workload
 
 PASSED_PRIOR = ("A1", "B1")
 
@@ -130,6 +130,92 @@ def test_untreated_caps_drop_out(lab):
     assert verdict.gates[1].status is Status.PASS
     assert "same: no treatment, the same grid as A" in verdict.notes
     assert {effect.arm for gate in verdict.gates for effect in gate.effects} == {"small"}
+
+
+def test_caps_with_one_grid_are_merged(lab, change):
+    """Caps above the tiles of a small batch ran alike: the first stays in, the other is named as no treatment."""
+    arms = {"A": {"cap": 4}, "B8": {"cap": 96}, "B16": {"cap": 132}, "B33": {"cap": 33}}
+    verdict = gates.evaluate(lab.evidence("B2", arms=arms, effects={}, engine="cuda"))
+    assert verdict.gates[1].status is Status.PASS
+    assert "B16: no treatment, the same grid as B8" in verdict.notes
+    assert {effect.arm for gate in verdict.gates for effect in gate.effects} == {"B8", "B33"}
+
+
+@pytest.mark.parametrize("name", ["more/B1-inline", "more/B1-wait", "cuda/B1-graph"])
+def test_what_engines_do_today_is_a_treatment(lab, name):
+    """Inline lookups, a wait for the stream, replayed graphs: delivered, and a `characterises` claim has no load."""
+    verdict = gates.evaluate(lab.evidence(name, effects={}, engine="cuda" if "cuda" in name else "cpu"))
+    assert (verdict.gates[1].reason, verdict.status) == ("treatment-delivered", Status.PASS)
+    assert verdict.gates[4].reason == "metric-absent"
+
+
+def test_the_side_of_the_threshold_is_said_per_size(lab, change):
+    """Batches of both sides are checked and named; the workload's own decides whether there was a treatment."""
+
+    def small(run):
+        early = next(one for one in lab.evidence("more/B1-inline", effects={}).runs if one.arm == "A")
+        line = replace(early.overlap[0].timelines[0], tokens=16)
+        point = SweepSample(rank=0, tokens=16, peers=1, lookup_ns=(1,), exposed_ns=(1,), main_ns=(1,),
+                            quiet_main_ns=(1,), source_bytes=1, timeline=line)  # fmt: skip
+        return replace(run, sweep=(point,))
+
+    gate = gates.evaluate(change(lab.evidence("more/B1-inline", effects={}), small)).gates[1]
+    assert gate.status is Status.PASS
+    assert gate.observed.startswith("A early, B at_consumption at 64 tokens, early at 16 tokens, in ")
+
+
+def test_two_streams_are_void_though_they_are_what_was_asked(lab):
+    """The negative control delivers its treatment, its marks show the overlap, and gate 2 voids it all the same."""
+    verdict = gates.evaluate(lab.evidence("more/B1-streams", effects={}))
+    assert verdict.gates[1].observed.endswith("A in 0 of 8, A' in 0 of 8, B in 8 of 8")
+    assert (verdict.status, verdict.gates[2].reason) == (Status.INVALID, "not-a-serial-queue")
+    assert "overlaps the lookup of layer 1" in verdict.gates[2].observed
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "void"),
+    [
+        ("link_bytes_per_s", {}, True),
+        ("rank1.link_bytes_per_s", {}, True),
+        ("link_bytes_per_s", {"distinct_bytes": 190_000}, False),
+        ("link_bytes_per_s", {"distinct_bytes": 210_000}, True),
+        ("link_bytes_per_s", {"state": "repeated"}, False),
+        ("pcie_rx_kb_per_s", {}, False),
+    ],
+)
+def test_the_floor_is_of_distinct_rows(lab, change, key, fields, void):
+    """2 ms of lookups at 0.1 GB/s carry 200,000 bytes: more distinct ones are void, repeated ones prove nothing."""
+
+    def linked(run):
+        overlap = tuple(replace(sample, **fields) for sample in run.overlap)
+        return replace(run, drift={**run.drift, key: 1e8}, overlap=overlap)
+
+    effects = {"B": {"exposed_wait": -0.5, "goodput": 0.2}}  # lookups as long as A's
+    verdict = gates.evaluate(change(lab.evidence("B1", effects=effects), linked))
+    assert (verdict.gates[2].reason == "faster-than-link") == void
+
+
+@pytest.mark.parametrize(("key", "value"), [("rank1.sm_mhz", 900.0), ("rank1.throttle_reasons", 64.0)])
+def test_the_other_ranks_drift_too(lab, change, key, value):
+    """A clock that falls, or a throttled board, voids the run on whichever rank it is."""
+    quiet = {"rank1.sm_mhz": 1980.0, "rank1.throttle_reasons": 0.0}
+    steady = change(lab.evidence("B1"), lambda run: replace(run, drift={**run.drift, **quiet}))
+    assert gates.evaluate(steady).status is Status.PASS
+    late = change(steady, lambda run: replace(run, drift={**run.drift, key: value}), lambda run: run.block > 4)
+    assert gates.evaluate(late).gates[2].reason in ("machine-drifted", "throttled")
+
+
+def test_shared_heads_owe_their_collectives_time(lab, change):
+    """Where ranks share the heads, communication is compared in gate 3; without its samples that gate cannot pass."""
+    shared = Workload(engram_layers=(1, 6), tokens=64, tensor_parallel=True)
+    evidence = lab.evidence("A1", effects={"B": {}}, by_rank={"B": {0: 0.3, 1: -0.3}}, workload=shared)
+    assert gates.evaluate(evidence).gates[3].reason == "metric-absent"
+
+    def gathered(run):
+        return replace(run, compute=tuple(replace(s, communication_ns=(1000 + run.index,)) for s in run.compute))
+
+    gate = gates.evaluate(change(evidence, gathered)).gates[3]
+    assert "communication" in {effect.metric for effect in gate.effects}
 
 
 def test_many_candidates_share_the_level(lab):

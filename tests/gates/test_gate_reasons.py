@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_engram import gates
-from pytest_engram.model import CorrectnessSample, Moment, Problem, ScheduledRun, Status, TablePlan
+from pytest_engram.model import CorrectnessSample, Moment, Problem, ScheduledRun, Status, SweepSample, TablePlan
 
 CASES = {}
 
@@ -58,6 +58,24 @@ def _with_marks(make):
             for s in run.overlap
         )
         return replace(run, overlap=tuple(overlap))
+
+    return change
+
+
+def _with_point(tokens, *, early):
+    """A sweep's point whose marked step is the run's own, of another size: with early lookups or without."""
+
+    def change(run):
+        line = run.overlap[0].timelines[0]
+        if early:
+            marks = tuple(replace(mark, submit=950 + n) for n, mark in enumerate(line.lookups))
+            spans = tuple(replace(span, start=1000, end=1900) for span in line.spans if span.layer == 0)
+            line = replace(line, lookups=marks, spans=spans)
+        point = SweepSample(
+            rank=0, tokens=tokens, peers=1, lookup_ns=(1,), exposed_ns=(0,), main_ns=(1,), quiet_main_ns=(1,),
+            source_bytes=1, timeline=replace(line, tokens=tokens),
+        )  # fmt: skip
+        return replace(run, sweep=(point,))
 
     return change
 
@@ -237,6 +255,27 @@ def _moved_after_load(lab, change):
     return change(_placed(lab), _with_audits(migrate), lambda run: run.index == 4)
 
 
+def _in_huge_pages(lab, change, huge_bytes):
+    """B1 over anonymous huge pages, of which the kernel gave so many bytes."""
+    hold = {**lab.experiment("B1").hold, "backing": "anon-thp"}
+    return change(lab.evidence("B1", hold=hold), _with_audits(lambda audit: replace(audit, huge_bytes=huge_bytes)))
+
+
+@reason("pages-not-huge", 1)
+def _base_pages_instead(lab, change):
+    return _in_huge_pages(lab, change, 0)
+
+
+@reason("pages-not-huge", 1)
+def _huge_pages_unknown(lab, change):
+    return _in_huge_pages(lab, change, None)
+
+
+@reason("treatment-delivered", 1)
+def _huge_but_for_an_odd_end(lab, change):
+    return _in_huge_pages(lab, change, 38 << 20)
+
+
 @reason("not-as-asked", 1)
 def _interleave_that_leans(lab, change):
     evidence = lab.evidence("A2", effects={"B": {}}, by_rank={"B": {0: 0.2, 1: -0.2}})
@@ -279,7 +318,7 @@ def _unmarked(lab, change):
 
 @reason("no-timelines", 1)
 def _no_launches(lab, change):
-    return change(lab.evidence("B2", engine="cuda"), _edit(overlap=()), lambda run: run.arm == "B16")
+    return change(lab.evidence("B2", engine="cuda"), _edit(overlap=()), lambda run: run.arm == "cap16")
 
 
 @reason("submission-not-as-asked", 1)
@@ -292,10 +331,72 @@ def _late_arm_submits_early(lab, change):
     return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=950)), lambda run: run.arm == "A'")
 
 
+@reason("submission-not-as-asked", 1)
+def _inline_arm_keeps_prefetching(lab, change):
+    evidence = lab.evidence("more/B1-inline", effects={})
+    early = next(run for run in evidence.runs if run.arm == "A")
+    return change(evidence, _edit(overlap=early.overlap), _is_b)
+
+
+@reason("submission-not-as-asked", 1)
+def _small_batch_looked_up_inline(lab, change):
+    return change(lab.evidence("more/B1-inline", effects={}), _with_point(16, early=False), _is_b)
+
+
+@reason("no-treatment", 1)
+def _threshold_above_every_batch(lab, change):
+    return lab.evidence("more/B1-inline", arms={"A": {"inline_above": None}, "B": {"inline_above": 4096}}, effects={})
+
+
+@reason("wait-not-as-asked", 1)
+def _stream_arm_waits_for_its_layer(lab, change):
+    return change(lab.evidence("more/B1-wait", effects={}), _with_marks(lambda m: replace(m, wait_after=m.done)), _is_b)
+
+
+@reason("no-treatment", 1)
+def _layer_arm_waits_for_the_stream(lab, change):
+    last = _with_marks(lambda mark: replace(mark, wait_after=2_100_000))
+    return change(lab.evidence("more/B1-wait", effects={}, noise=0.0), last, lambda run: run.arm != "B")
+
+
+@reason("no-timelines", 1)
+def _wait_without_marks(lab, change):
+    return change(lab.evidence("more/B1-wait", effects={}), _edit(overlap=()), _is_b)
+
+
+@reason("graph-not-as-asked", 1)
+def _graph_fell_back_to_eager(lab, change):
+    evidence = lab.evidence("cuda/B1-graph", effects={}, engine="cuda")
+    return change(evidence, lambda run: replace(run, drift={**run.drift, "graph_replays": 0.0}), _is_b)
+
+
+@reason("graph-not-as-asked", 1)
+def _replays_in_the_eager_arm(lab, change):
+    evidence = lab.evidence("cuda/B1-graph", effects={}, engine="cuda")
+    return change(evidence, lambda run: replace(run, drift={**run.drift, "graph_replays": 1.0}), lambda r: r.arm == "A")
+
+
+@reason("graph-not-as-asked", 1)
+def _replays_not_counted(lab, change):
+    return change(lab.evidence("cuda/B1-graph", effects={}, engine="cuda"), _edit(drift={}), _is_b)
+
+
+@reason("not-a-serial-queue", 2)
+def _two_streams(lab, change):
+    return lab.evidence("more/B1-streams", effects={})
+
+
+@reason("not-a-serial-queue", 2)
+def _two_streams_whose_lookups_never_met(lab, change):
+    evidence = lab.evidence("more/B1-streams", effects={})
+    one = next(run for run in evidence.runs if run.arm == "A")
+    return change(evidence, _edit(overlap=one.overlap), _is_b)
+
+
 @reason("cap-not-obeyed", 1)
 def _cap_ignored(lab, change):
     evidence = lab.evidence("B2", engine="cuda")
-    return change(evidence, _with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "B16")
+    return change(evidence, _with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "cap16")
 
 
 @reason("no-receipts", 1)
@@ -361,9 +462,16 @@ def _kernel_of_negative_length(lab, change):
     return change(lab.evidence(), _with_marks(lambda mark: replace(mark, start=mark.done + 10)), _is_b)
 
 
+def _linked(rate, **fields):
+    """A run whose link carries ``rate`` bytes per second; ``fields`` of its overlap samples."""
+    return lambda run: replace(
+        run, drift={**run.drift, "link_bytes_per_s": rate}, overlap=tuple(replace(s, **fields) for s in run.overlap)
+    )
+
+
 @reason("faster-than-link", 2)
 def _cached_rows(lab, change):
-    return replace(lab.evidence(), provenance={"link_bytes_per_s": {"value": 1e8}})
+    return change(lab.evidence(), _linked(1e8))
 
 
 @reason("no-positive-control", 2)

@@ -26,7 +26,7 @@ def empty(run):
     [
         ("lookup", 1e6), ("exposed_wait", 4e5), ("queueing", 0.0), ("main_compute", 1e7), ("step", 1.2e7),
         ("goodput", 50.0), ("rejection_rate", 0.0), ("itl_p95", 5.0), ("itl_p99", 5.0),
-        ("source_bandwidth", 811_008 / 2e-3),
+        ("source_bandwidth", 811_008 / 2e-3), ("waited", 4e5),
     ],
 )  # fmt: skip
 def test_readings(run, metric, expected):
@@ -58,6 +58,14 @@ def test_ranks_are_pooled_or_read_alone(run):
     both = replace(run, compute=(ComputeSample(rank=0, tokens=64, step_ns=(20,), main_ns=(10,)), slow))
     assert [metrics.value(both, name) for name in ("main_compute", "main_compute@1", "main_compute@0")] == [20, 30, 10]
     assert metrics.value(both, "main_compute@2") is None
+
+
+def test_a_step_s_lookups_and_waits_are_summed(run):
+    """ΣL_i and ΣE_i of one step; the median of ΣL_i over steps, absent where no step looked up."""
+    sample = run.overlap[0]
+    assert metrics.totals(sample.timelines[0]) == (2_000_000, 400_000)
+    assert metrics.busy_ns(sample) == 2e6
+    assert metrics.busy_ns(replace(sample, timelines=())) is None
 
 
 def test_communication_absent_on_one_rank_keeps_its_reason(run):

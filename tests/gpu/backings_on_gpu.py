@@ -1,9 +1,11 @@
 """Every backing on a real GPU: ``python tests/gpu/backings_on_gpu.py --out DIR``, from the checkout, on its own.
 
 First two ranks on one GPU build, load and audit one table per backing, look up random rows bit by bit and compare the
-contents over all backings.  Then bring-up, alternating: how engines do it today (one thread writes one byte per page)
-against this package's way.  JSON lines go to DIR/backings_on_gpu.jsonl, a short table comes last.  Exit 1 if a check
-failed.  What cannot be had here is NOT_MEASURED with its reason.  ``--cpu`` is the dry run without a GPU.
+contents over all backings; every way to open cuMem memory of another process is tried (``cumem_sharing``).  Then
+bring-up, alternating: how engines do it today (one thread writes one byte per page) against this package's way, and a
+sweep over its threads and chunks.  JSON lines go to DIR/backings_on_gpu.jsonl, a short table comes last.  Exit 1 if a
+check failed.  What cannot be had here is NOT_MEASURED with its reason.  ``--reserve-hugetlb`` (root) reserves 2 MiB
+pages for the two ranks' table and gives them back.  ``--cpu`` is the dry run without a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,9 @@ from pytest_engram.engines.tables import table_bytes, table_views
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
+from pytest_engram.numa import populate
 from pytest_engram.numa.backing import BACKINGS, Memfd
 from pytest_engram.numa.pages import audit_range
-from pytest_engram.numa.populate import populate
 from pytest_engram.numa.table import build_table
 from pytest_engram.numa.topology import read_topology
 from pytest_engram.numa.world import RankSpec, run_world
@@ -109,6 +112,34 @@ def shared(backing: str, rows: int, *, cpu: bool) -> dict[str, Any]:
     return {"backing": backing, "ok": right, "seconds": time.monotonic() - begin, "as_asked": as_asked, "ranks": ranks}
 
 
+@contextmanager
+def reserved_pages(pool: Path, nbytes: int) -> Iterator[str]:
+    """More 2 MiB pages in the node's pool, as far as the kernel finds room; afterwards as many as before."""
+    before = pool.read_text()
+    try:
+        pool.write_text(str(int(before) + -(-nbytes // (2 << 20))))
+        yield f"2 MiB page pool: {before.strip()} before, {pool.read_text().strip()} for this run"
+    finally:
+        pool.write_text(before)
+
+
+def open_imported(write: Callable[..., None], *, cpu: bool) -> list[str]:
+    """The driver's answers to each variant in two processes on one GPU, as lines for a person."""
+    if cpu:
+        write(cumem_sharing=None, not_measured="no GPU")
+        return []
+    entry, payload = f"{Path(__file__).with_name('cumem_sharing.py')}:sharing", {"node": node(), "bytes": 64 << 20}
+    try:
+        ranks = run_world(entry, payload, [RankSpec(env={"CUDA_VISIBLE_DEVICES": "0"})] * 2, deadline_s=60)
+    except EngramError as error:
+        write(cumem_sharing=None, error=str(error))
+        return [f"cumem sharing: {error}"]
+    write(cumem_sharing=ranks)
+    tried = [(f"{who}, {name}", codes) for who, rank in zip(("maker", "peer"), ranks, strict=True)
+             for name, codes in rank["tried"].items()]  # fmt: skip
+    return [f"cumem device {ranks[0]['attributes']}", *(f"cumem {name}: {codes}" for name, codes in tried)]
+
+
 # ------------------------------------------------------------------------------------------------------------ bring-up
 
 
@@ -151,7 +182,7 @@ def touched(backing: Any) -> str:
 
 def populated(backing: Any) -> str:
     """As this package does."""
-    return populate(backing, lambda *_: None, write=True)
+    return populate.populate(backing, lambda *_: None, write=True)
 
 
 def made(_backing: Any) -> str:
@@ -225,13 +256,33 @@ def alternate(nbytes: int, rounds: int, write: Callable[..., None], *, cpu: bool
     return rates
 
 
+def sweep(nbytes: int, write: Callable[..., None]) -> list[str]:
+    """GiB/s of making a fresh tmpfs object resident, by threads and bytes per call."""
+    own, rates = populate.CHUNK_BYTES, dict[tuple[int, int], float]()
+    counts = {2, 4, 6, 8, 12, 16} & {*range(len(os.sched_getaffinity(0)) + 1)}
+    for threads, mib in product(sorted(counts), (2, 8, 64)):
+        backing = BACKINGS["tmpfs"](nbytes)
+        backing.create()
+        backing.map()
+        populate.CHUNK_BYTES = mib << 20
+        begin = time.perf_counter()
+        populate.populate(backing, lambda *_: None, write=True, threads=threads)
+        rates[threads, mib] = backing.nbytes / GIB / (time.perf_counter() - begin)
+        backing.close()
+        write(sweep="tmpfs", threads=threads, chunk_mib=mib, gib_s=rates[threads, mib])
+    populate.CHUNK_BYTES = own
+    best = sorted(rates.items(), key=lambda item: -item[1])[:5]
+    return [f"sweep {threads} threads, {mib} MiB: {rate:.2f} GiB/s" for (threads, mib), rate in best]
+
+
 def main() -> int:
-    """Both parts."""
+    """All parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gib", type=float, default=8.0, help="size of one bring-up")
     parser.add_argument("--shared-gib", type=float, default=0.25, help="size of the two ranks' table")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--reserve-hugetlb", action="store_true", help="pages for one table, given back at the end")
     parser.add_argument("--cpu", action="store_true", help="dry run: no GPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -242,14 +293,19 @@ def main() -> int:
             lines.write(json.dumps(record, default=str) + "\n")
             lines.flush()
 
-        rows = int(options.shared_gib * GIB) // 264
-        with ThreadPoolExecutor(3) as pool:  # imports of torch take most of the time
+        rows, pages = int(options.shared_gib * GIB) // 264, nullcontext("no pages are reserved")
+        if options.reserve_hugetlb:
+            pool = Path(f"/sys/devices/system/node/node{node()}/hugepages/hugepages-2048kB/nr_hugepages")
+            pages = reserved_pages(pool, table_bytes(EngramLayout.for_rows(rows, layers=(1,))))
+        with pages as told, ThreadPoolExecutor(3) as pool:  # imports of torch take most of the time
+            short.append(told)
             worlds = list(pool.map(partial(shared, rows=rows, cpu=options.cpu), SHARED))
         digests = {rank["crc"] for world in worlds for rank in world.get("ranks", ())}
         for world in worlds:
             write(**world)
             short.append(sentence(world))
         short.append(f"same contents in every rank of every backing: {len(digests) == 1}")
+        short += open_imported(write, cpu=options.cpu)
         if not options.cpu:
             for name in backings.CUDA_BACKINGS:
                 backings.install(name, 0)
@@ -257,6 +313,7 @@ def main() -> int:
         for name, seen in rates.items():
             ratio = statistics.median(seen) / statistics.median(rates.get(STOCK, seen))
             short.append(f"{name:24} {statistics.median(seen):6.2f} GiB/s  {ratio:5.1f} x stock  of {len(seen)} rounds")
+        short += sweep(int(min(options.gib, 2.0) * GIB), write)
         write(total_s=time.monotonic() - begin, same_contents=len(digests) == 1)
     print("\n".join(short))
     print(f"{time.monotonic() - begin:.0f} s")

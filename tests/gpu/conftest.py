@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
@@ -32,15 +33,24 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, cuda: FakeCuda, *, enable_timing: bool) -> None:
-        self.cuda, self.timed, self.number = cuda, enable_timing, len(cuda.events)
+    def __init__(self, cuda: FakeCuda, *, enable_timing: bool, external: bool) -> None:
+        self.cuda, self.timed, self.external, self.number = cuda, enable_timing, external, len(cuda.events)
         self.clock: dict[str, int] = {}
         self.at: int | None = None
         cuda.events.append(self)
 
     def record(self, stream: FakeStream) -> None:
-        self.clock, self.at = stream.tick(), self.cuda.now
+        self.clock = stream.tick()
         self.cuda.log.append(("record", stream.name, self.number))
+        if self.cuda.capturing is None:
+            self.at = self.cuda.now
+        elif self.external:
+            self.cuda.capturing.nodes.append(self._stamp)
+        else:
+            self.at = None  # an edge of the graph: it has no time
+
+    def _stamp(self) -> None:
+        self.at = self.cuda.now
 
     def synchronize(self) -> None:
         assert self.at is not None, "an event that was never recorded"
@@ -54,6 +64,46 @@ class FakeEvent:
         return (other.at - self.at) / 1e6
 
 
+class FakeGraph:
+    """``torch.cuda.CUDAGraph``: kernels with the addresses of their capture, and nothing of the host's."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.nodes, self.replays = cuda, [], 0  # type: ignore[var-annotated]
+
+    def replay(self) -> None:
+        self.cuda.log.append(("replay",))
+        self.replays += 1
+        for node in self.nodes:
+            node()
+
+
+def _recorder(nodes: list[Callable[[], None]]) -> Any:
+    """torch's operators become nodes that compute again, into the memory of their first results."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            alias = [each.alias_info for each in func._schema.returns]
+            if any(each is not None and not each.is_write for each in alias):
+                return made  # a view: the same memory
+
+            def again() -> None:
+                fresh = func(*args, **(kwargs or {}))
+                for old, new in zip(_tensors(made), _tensors(fresh), strict=True):
+                    if old is not new:
+                        old.copy_(new)
+
+            nodes.append(again)
+            return made
+
+    return Recorder()
+
+
+def _tensors(found: Any) -> list[Any]:
+    return [each for each in (found if isinstance(found, (tuple, list)) else [found]) if hasattr(each, "copy_")]
+
+
 class FakeCuda:
     """``torch.cuda`` as far as the streams, the marks and the engine use it; kernels run when they are launched."""
 
@@ -64,13 +114,36 @@ class FakeCuda:
         self.now = 0  # the GPU's clock in ns; only kernels and waits advance it
         self._streams = 0
         self._current = self.Stream()
+        self.capturing: FakeGraph | None = None
+        self.CUDAGraph = lambda: FakeGraph(self)
 
     def Stream(self) -> FakeStream:
         self._streams += 1
         return FakeStream(self, f"s{self._streams}")
 
-    def Event(self, *, enable_timing: bool = False) -> FakeEvent:
-        return FakeEvent(self, enable_timing=enable_timing)
+    def Event(self, *, enable_timing: bool = False, external: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing=enable_timing, external=external)
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, *, capture_error_mode: str) -> Any:
+        """What is launched here runs at each replay, over the memory that it has now."""
+        assert capture_error_mode == "thread_local"
+        self.capturing = graph
+        try:
+            with self.stream(self.Stream()), _recorder(graph.nodes):
+                yield
+        finally:
+            self.capturing = None
+
+    def advance(self, nanoseconds: int) -> None:
+        """Let the GPU be busy that long."""
+        self.now += nanoseconds
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        """Run a kernel that torch does not know, now and at each replay of the graph that is being captured."""
+        kernel()
+        if self.capturing is not None:
+            self.capturing.nodes.append(kernel)
 
     def current_stream(self) -> FakeStream:
         return self._current

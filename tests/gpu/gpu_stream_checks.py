@@ -92,12 +92,12 @@ def check_graph_replay() -> dict[str, Any]:
 
 
 class NoProducerWait(PrefetchStream):
-    def _await_producer(self) -> None:
+    def _await_producer(self, stream: Any) -> None:
         return
 
 
 class NoKeep(PrefetchStream):
-    def _keep(self, ids: Any) -> None:
+    def _keep(self, ids: Any, stream: Any) -> None:
         return
 
 

@@ -1,7 +1,8 @@
 """What only a real GPU can show; run ``python tests/gpu/on_gpu.py --out DIR`` from the checkout, on its own.
 
-Checks first (bit-exact rows from HBM and host, views, finalizers, graph replay, missing dependencies, hash ids, a
-whole engine step), then times; JSON lines go to DIR/on_gpu.jsonl, a short table comes last.  Exit 1 if a check failed.
+Checks first (bit-exact rows from HBM and host, views, finalizers, graph replay, missing dependencies, hash ids, whole
+steps: eager, captured, marked, sharded, in all settings), then times; JSON lines go to DIR/on_gpu.jsonl, a short table
+comes last.  Exit 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import gpu_hash_checks
 import gpu_memory_checks
+import gpu_step_checks
 import gpu_stream_checks
 from gpu_times import measure
 
@@ -29,8 +31,8 @@ from pytest_engram.gpu.registration import unavailable
 def run_checks(write: Callable[[dict[str, Any]], None]) -> int:
     """Every check once; the number of those that failed."""
     failed = 0
-    checks = (*vars(gpu_memory_checks).items(), *vars(gpu_stream_checks).items(), *vars(gpu_hash_checks).items())
-    for name, check in checks:
+    modules = gpu_memory_checks, gpu_stream_checks, gpu_step_checks, gpu_hash_checks
+    for name, check in (each for module in modules for each in vars(module).items()):
         if not name.startswith("check_"):
             continue
         begin = time.monotonic()

@@ -1,9 +1,12 @@
 """Several GPUs over one shared table: ``python tests/gpu/peers_on_gpu.py --out DIR``, from the checkout, on its own.
 
-Each world (one rank, then as many as ``--ranks``) builds the table by the product's own protocol, one process and one
-GPU per rank.  Every rank registers it, checks random rows bit by bit, then looks up fresh random ids in alternating
-rounds: each rank alone, then all at once.  The gather of staged rows by NCCL stands on its own line.  JSON lines go to
-DIR/peers_on_gpu.jsonl, a short table comes last.  Exit 1 if a row was wrong.  ``--cpu`` is the dry run without GPUs.
+Phases, each on its own whatever became of the others, one process and one GPU per rank:
+``table``: the product's own protocol; every rank checks random rows bit by bit, then looks up fresh random ids in
+alternating rounds, each rank alone, then all at once; the gather of staged rows by NCCL stands on its own line.
+``engine``: vLLM's own storage, stock and patched, and the audit of its living workers (``engine_on_gpu``).
+``cumem``: one cuMem table for all ranks, and which of the driver's calls open imported memory (``cumem_sharing``).
+JSON lines go to DIR/peers_on_gpu.jsonl, a short table comes last.  Exit 1 if a row was wrong or a phase failed; what
+cannot be had here is NOT_MEASURED.  ``--cpu`` is the dry run without GPUs.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -28,16 +33,21 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from pytest_engram import codec, ledger
-from pytest_engram.engines import engine_class
+from pytest_engram.engines import backings, engine_class
 from pytest_engram.engines.tables import full_shards, table_bytes, table_views
+from pytest_engram.errors import EngramError, NotMeasurable
+from pytest_engram.gpu import registration
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
 from pytest_engram.numa.table import build_table
+from pytest_engram.numa.topology import read_topology
 from pytest_engram.numa.world import RankSpec, run_world
 from pytest_engram.rows import decode_rows, lookup_rows, same_bits, synthetic_at, synthetic_rows
 
 LAUNCHES = {256: 200, 2048: 40, 8192: 12}  # per turn: 60 to 120 ms on an H200, so that a millisecond of skew is small
 VERIFIED, SEED, CHUNK = 2048, 11, 16_384
+HERE = Path(__file__).resolve()
+ABSENT = {"engine-absent", "no-torch", "no-triton"}  # of an engine that is not here
 EDGE = 10  # the first and last tenth of a turn's launches do not count: there the others may not run yet, or any more
 
 
@@ -139,11 +149,13 @@ class Cpu(Gpu):
 def peer(group: Any, payload: Any) -> dict[str, Any]:
     """One rank: build, load, check, measure, gather."""
     layout = EngramLayout.for_rows(payload["rows"], layers=(1,))
-    ranks = TablePlan(ranks=tuple(range(group.size)), mode="default", nodes=())
-    plan = PlacementPlan(policy="default", backing=payload["backing"], tables=(ranks,))
+    nodes, ranks = tuple(payload["nodes"]), tuple(range(group.size))
+    asked = TablePlan(ranks=ranks, mode="bind" if nodes else "default", nodes=nodes)
+    plan = PlacementPlan(policy=asked.mode, backing=payload["backing"], tables=(asked,))
     kind: type[Gpu] = Cpu if payload["cpu"] else Gpu
     register = engine_class("cpu" if payload["cpu"] else "cuda").registrar(0)  # its only visible GPU
     kind.warm()
+    backings.install(plan.backing, 0)
     table, begin = build_table(group, plan, table_bytes(layout), register=register), time.monotonic()
     try:
         table.load(partial(fill, layout, group), group)
@@ -269,50 +281,134 @@ def summary(size: int, ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def world(size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The ranks' reports of one world of ``size`` ranks."""
-    launches = {256: 3} if options.cpu else LAUNCHES
+Lines = list[str]
+Write = Callable[..., None]
+
+
+def ranks_of(options: argparse.Namespace, entry: str, payload: Any, size: int, **env: str) -> list[Any]:
+    """The ranks' reports of one world; rank r sees GPU r alone."""
+    specs = [RankSpec(env={**env, "CUDA_VISIBLE_DEVICES": "" if options.cpu else str(rank)}) for rank in range(size)]
+    return run_world(entry, payload, specs, deadline_s=90)
+
+
+def table(options: argparse.Namespace, write: Write) -> Lines:
+    """Every size of world, one after another."""
+    return [line for size in options.ranks for line in world(options, write, size, options.backing, options.gib)]
+
+
+def world(
+    options: argparse.Namespace, write: Write, size: int, backing: str, gib: float, nodes: Sequence[int] = ()
+) -> Lines:
+    """One world of ``size`` ranks over one table."""
     payload = {
-        "rows": int(options.gib * 2**30) // 264, "backing": options.backing, "cpu": options.cpu,
-        "rounds": options.rounds, "launches": launches, "gather": not options.no_gather,
+        "rows": int(gib * 2**30) // 264, "backing": backing, "nodes": list(nodes), "cpu": options.cpu,
+        "rounds": options.rounds, "launches": {256: 3} if options.cpu else LAUNCHES, "gather": not options.no_gather,
     }  # fmt: skip
-    fixed = {"NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")}
-    specs = [RankSpec(env={**fixed, "CUDA_VISIBLE_DEVICES": "" if options.cpu else str(r)}) for r in range(size)]
-    return run_world(f"{Path(__file__).resolve()}:peer", payload, specs, deadline_s=90)
+    nvls, short, begin = os.environ.get("NCCL_NVLS_ENABLE", "0"), list[str](), time.monotonic()
+    ranks = ranks_of(options, f"{HERE}:peer", payload, size, NCCL_NVLS_ENABLE=nvls)
+    seconds = time.monotonic() - begin
+    for rank, report in enumerate(ranks):
+        write(ranks=size, backing=backing, rank=rank, seconds=seconds, **report)
+        steps = {r["step"]: round(r["seconds"], 2) for r in report["receipts"]}
+        short.append(f"{size} ranks, rank {rank}: {report['device']}, {report['wrong']} wrong, steps in s {steps}")
+        short += [f"  gather {report['gather']}"] if report["gather"] else []
+    for line in summary(size, ranks):
+        write(**line)
+        short.append("  ".join(f"{key} {rounded(value)}" for key, value in line.items()))
+    require_right([report["wrong"] for report in ranks])
+    return [*short, f"world of {size}: {seconds:.1f} s"]
+
+
+def engine(options: argparse.Namespace, write: Write) -> Lines:
+    """Stock against patched vLLM, constructed in alternation; a phase without an engine is an absence."""
+    payload = {
+        "spec": "vllm@0.31.0", "rows": int(options.engine_gib * 2**30) // 264, "rounds": max(3, options.rounds // 2),
+        "policy": f"bind:{read_topology().memory_nodes[0].id}",
+    }  # fmt: skip
+    ranks = ranks_of(options, f"{HERE.with_name('engine_on_gpu.py')}:engine", payload, max(options.ranks))
+    text, short, slowest = ranks[0]["audit"]["text"], list[str](), dict[str, list[float]]()
+    for rank, report in enumerate(ranks):
+        write(engine=payload["spec"], rank=rank, **report)
+        short.append(f"rank {rank}: {report['device']}, wrong {report['stock_wrong']} and {report['patched_wrong']}")
+    for steps in zip(*(report["constructions"] for report in ranks), strict=True):
+        slowest.setdefault(steps[0]["arm"], []).append(max(step["allocate_s"] for step in steps))
+    short += [f"{arm}: allocated in {rounded(times)} s, the slower rank" for arm, times in slowest.items()]
+    medians = {arm: statistics.median(times) for arm, times in slowest.items()}
+    write(engine_allocate_s=slowest, stock_over_patched=medians["stock"] / medians["patched"])
+    short += [f"stock / patched {medians['stock'] / medians['patched']:.2f}", "audit of the living workers:", text]
+    require_right([report[f"{arm}_wrong"] for report in ranks for arm in slowest])
+    tables = set(re.findall(r"/dev/shm/\S+", text))
+    if len(tables) != 2 or not any("vllm_engram_" in name for name in tables):  # stock's name, and a nameless one
+        raise AssertionError(f"the audit names {tables}: {ranks[0]['audit']}")
+    return short
+
+
+def cumem(options: argparse.Namespace, write: Write) -> Lines:
+    """First the driver's answers, then the whole protocol."""
+    node, size = read_topology().memory_nodes[0].id, max(options.ranks)
+    registration.require()
+    entry = f"{HERE.with_name('cumem_sharing.py')}:sharing"
+    ranks = ranks_of(options, entry, {"node": node, "bytes": 64 << 20}, size)
+    write(cumem_sharing=ranks)
+    tried = [f"rank {rank} {name}: {codes}" for rank, one in enumerate(ranks) for name, codes in one["tried"].items()]
+    try:
+        return tried + world(options, write, size, "cumem", min(1.0, options.gib), (node,))
+    except EngramError as error:
+        write(phase="cumem", backing="cumem", code=error.code, error=str(error))
+        if not isinstance(error.__cause__, NotMeasurable):
+            raise
+        return [*tried, f"NOT_MEASURED {error.code}: {error}"]
+
+
+def require_right(wrong: Sequence[int]) -> None:
+    """Wrong rows end the phase; its records are written."""
+    if any(wrong):
+        raise AssertionError(f"wrong values by rank and arm: {list(wrong)}")
+
+
+PHASES = {"table": table, "engine": engine, "cumem": cumem}
+
+
+def run_phase(name: str, options: argparse.Namespace, write: Write) -> tuple[bool, Lines]:
+    """(Whether it did not fail, lines for a person)."""
+    begin, good, short = time.monotonic(), True, list[str]()
+    try:
+        short = PHASES[name](options, write)
+        told = "done"
+    except Exception as error:
+        cause = error if isinstance(error, NotMeasurable) else error.__cause__
+        good = isinstance(cause, NotMeasurable) or getattr(error, "code", "") in ABSENT
+        told = f"{'NOT_MEASURED' if good else 'FAILED'} {type(error).__name__}: {error}"
+        if not good:
+            traceback.print_exc()
+    seconds = time.monotonic() - begin
+    write(phase=name, ok=good, told=told, seconds=seconds)
+    return good, [f"== {name}: {told}, {seconds:.1f} s", *short]
 
 
 def main() -> int:
-    """One rank, then all."""
+    """The phases, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="sizes of the worlds, one after another")
-    parser.add_argument("--gib", type=float, default=24.0)
+    parser.add_argument("--only", choices=PHASES, nargs="+", default=list(PHASES))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="sizes of the worlds, one after another")
+    parser.add_argument("--gib", type=float, default=24.0, help="size of the table")
+    parser.add_argument("--engine-gib", type=float, default=8.0, help="size of the engine's tables")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--backing", default="tmpfs")
     parser.add_argument("--no-gather", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="dry run: no GPU, few launches")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    wrong, short = 0, []
     with (options.out / "peers_on_gpu.jsonl").open("w", encoding="utf-8") as lines:
-        for size in options.ranks:
-            begin = time.monotonic()
-            ranks = world(size, options)
-            seconds = time.monotonic() - begin
-            for rank, report in enumerate(ranks):
-                lines.write(json.dumps({"ranks": size, "rank": rank, "seconds": seconds, **report}) + "\n")
-                steps = {r["step"]: round(r["seconds"], 2) for r in report["receipts"]}
-                short.append(
-                    f"{size} ranks, rank {rank}: {report['device']}, {report['wrong']} wrong, steps in s {steps}"
-                )
-                short += [f"  gather {report['gather']}"] if report["gather"] else []
-                wrong += report["wrong"]
-            for line in summary(size, ranks):
-                lines.write(json.dumps(line) + "\n")
-                short.append("  ".join(f"{key} {rounded(value)}" for key, value in line.items()))
-            short.append(f"world of {size}: {seconds:.1f} s")
-    print("\n".join(short))
-    return 1 if wrong else 0
+
+        def write(**record: Any) -> None:
+            lines.write(json.dumps(record, default=str) + "\n")
+            lines.flush()
+
+        done = [run_phase(name, options, write) for name in options.only]
+    print("\n".join(line for _, short in done for line in short))
+    return 0 if all(good for good, _ in done) else 1
 
 
 def rounded(value: Any) -> Any:

@@ -7,10 +7,12 @@ import gc
 import json
 import mmap
 import os
+import runpy
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from pytest_engram.errors import EngramError, NotMeasurable, PlacementError, Usa
 from pytest_engram.gpu import registration
 from pytest_engram.gpu.cumem import Driver, receive
 from pytest_engram.gpu.registration import covering, register
+from pytest_engram.gpu.views import device_view
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.backing import BACKINGS
@@ -90,7 +93,14 @@ class Libcuda:
         self.mapped[at] = nbytes.value
 
     def _cuMemSetAccess(self, _address: Any, _nbytes: Any, access: Any, count: Any) -> None:
-        assert (ctypes.sizeof(access._obj), access._obj.flags, count.value) == (12, 3, 1)  # CUmemAccessDesc
+        wanted = access if isinstance(access, ctypes.Array) else [access._obj]
+        assert (ctypes.sizeof(wanted[0]), wanted[0].flags, count.value) == (12, 3, len(wanted))  # CUmemAccessDesc
+
+    def _cuDeviceGetAttribute(self, value: Any, _number: int, _device: int) -> None:
+        value._obj.value = 1
+
+    def _cuMemGetAllocationPropertiesFromHandle(self, asked: Any, _handle: Any) -> None:
+        asked._obj.type, asked._obj.where.type, asked._obj.where.id = 1, 3, NODE
 
     def _cuMemUnmap(self, address: Any, nbytes: Any) -> None:
         assert self.mapped.pop(address.value) == nbytes.value
@@ -104,6 +114,11 @@ class Libcuda:
     def _cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> None:
         assert attribute == 3
         found._obj.value = address.value
+
+    def _cuMemHostGetDevicePointer_v2(self, found: Any, address: Any, _flags: Any) -> int:
+        """Of memory that nobody registered: the mapping's start for every byte, or, by ``fail``, an error."""
+        found._obj.value = next(at for at, size in self.mapped.items() if at <= address.value < at + size)
+        return 0
 
     def _cuCtxSynchronize(self) -> None: ...
 
@@ -136,7 +151,7 @@ def held(table: Any) -> Any:
 
 
 def test_cumem_goes_through_the_whole_protocol(cuda: Libcuda) -> None:
-    """The driver places, so policy and pre-touch are not ours; the audit answers; the GPU's access is registration."""
+    """The driver places, so policy and pre-touch are not ours; the audit answers; GPU, then host are let in."""
     table = build_table(SoloGroup(), placement("cumem"), NBYTES, register=held)
     receipts = {one.step: one for one in table.receipts}
     assert "driver placed" in (receipts["policy"].not_applicable or "")
@@ -144,7 +159,7 @@ def test_cumem_goes_through_the_whole_protocol(cuda: Libcuda) -> None:
     assert receipts["map"].detail == f"{2 * UNIT} bytes on node {NODE} for {table.backing.nbytes}"
     assert table.distributions[0].pages == {NODE: table.backing.nbytes // 4096}
     assert table.distributions[0].identity.startswith(f"pytest-engram-{os.getpid()}-")  # its device names every table
-    assert cuda.accessible() == [(3, NODE), (1, 3)]
+    assert cuda.accessible() == [(1, 3), (3, NODE)]
     assert covering(table.address, NBYTES) is not None
     table.load(lambda buffer: buffer.fill(7), SoloGroup())
     assert table.audit(Moment.LOADED).covered_bytes == table.backing.nbytes
@@ -153,6 +168,41 @@ def test_cumem_goes_through_the_whole_protocol(cuda: Libcuda) -> None:
     gc.collect()
     assert kept.tolist() == [7] * 4
     assert len(cuda.mapped) == 1  # mapped while a view lives
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_views_of_cumem_memory_have_its_own_addresses(cuda: Libcuda, code: int) -> None:
+    """The GPU reads every part of the table where the host does, though the driver's answer about registered memory
+    is an error here (1) or one address for all bytes (0): it is not asked."""
+    cuda.fail["cuMemHostGetDevicePointer_v2"] = code
+    table = build_table(SoloGroup(), placement("cumem"), NBYTES, register=held)
+    table.load(lambda buffer: buffer.fill(7), SoloGroup())
+    for low, high in ((0, NBYTES), (0, 2 << 20), ((2 << 20) + 8, NBYTES), (NBYTES - 1, NBYTES)):
+        part = table.buffer[low:high]
+        view = device_view(part, tensor=Seen)
+        assert view.data_ptr() == part.ctypes.data == table.address + low
+        assert np.array_equal(np.asarray(view), part)
+        del view, part
+    assert [name for name, _ in cuda.calls if name == "cuMemHostGetDevicePointer_v2"] == []
+    last = cumem_sharing()["pointers"](cuda, table.address, table.backing.nbytes)
+    assert last["host_get"] == ([-1, -1] if code else [0, 0])  # why it would have been a split view
+    assert last["attribute"] == [0, table.backing.nbytes - 1]
+    table.close()
+
+
+class Seen:
+    """What torch's tensor does of the view: its address, its bytes, its life."""
+
+    def __init__(self, view: Any) -> None:
+        self._view, self.__array_interface__ = view, view.__cuda_array_interface__
+
+    def data_ptr(self) -> int:
+        return int(self.__array_interface__["data"][0])
+
+
+def cumem_sharing() -> dict[str, Any]:
+    """The script for the GPU."""
+    return runpy.run_path(str(Path(__file__).with_name("cumem_sharing.py")))
 
 
 def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
@@ -177,6 +227,44 @@ def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
         receive(handle["path"])
     assert caught.value.code == "peer-object-unreachable"
     peer.close()
+
+
+def test_every_variant_of_sharing_is_tried_and_undone(cuda: Libcuda) -> None:
+    """The diagnosis for the GPU reports each step's code, reads the maker's bytes, and leaves no mapping."""
+    found = cumem_sharing()
+    driver = Driver(cuda, 3)
+    handle, length = driver.create(NODE, NBYTES)
+    descriptor = driver.export(handle)
+    made = driver.map(handle, NODE, length)
+    made[length - 1] = 0x5A
+    assert set(found["attributes"](driver).values()) == {1}
+    for name, (calls, early) in found["VARIANTS"].items():
+        tried = found["attempt"](driver, os.dup(descriptor), length, NODE, calls, early=early)
+        assert tried["host_sees"] is True, name
+        assert tried["imported"] == [1, 3, NODE]
+        assert set(tried["access"]) == {0}
+    cuda.fail["cuMemSetAccess"] = 1
+    assert found["attempt"](driver, os.dup(descriptor), length, NODE, calls, early=True)["access"] == [1, 1]
+    cuda.fail["cuMemImportFromShareableHandle"] = 999
+    assert found["attempt"](driver, os.dup(descriptor), length, NODE, calls, early=True) == {"import": 999}
+    os.close(descriptor)
+
+
+def test_memory_that_cannot_be_shared_is_an_absence(cuda: Libcuda) -> None:
+    """A driver that opens no imported mapping is named as such in the peer; the leader's own refusal stays an error."""
+    leader, peer = CuMem(NBYTES), CuMem(NBYTES)
+    leader.ask(placement("cumem").tables[0])
+    peer.attach(leader.create())
+    cuda.fail["cuMemSetAccess"] = 1
+    with pytest.raises(NotMeasurable, match=r"cuMemSetAccess.*CUresult 1.*another rank") as caught:
+        peer.map()
+    assert caught.value.code == "cumem-not-shared"
+    with pytest.raises(PlacementError) as refused:
+        leader.map()
+    assert refused.value.code == "invalid-value"
+    for one in (leader, peer):
+        one.close()
+    del caught, refused
 
 
 @pytest.mark.parametrize(
@@ -240,6 +328,18 @@ def test_only_an_asked_for_backing_is_installed(monkeypatch: pytest.MonkeyPatch)
             backings.install(name, 0)
         with pytest.raises(UsageError, match="unknown backing"):
             build_table(SoloGroup(), placement(name), NBYTES)
+
+
+def test_reserved_pages_are_given_back(tmp_path: Path) -> None:
+    """The lab script's pool grows by whole 2 MiB pages for its run and is what it was after an error too."""
+    pytest.importorskip("torch", reason="the script looks up with torch")
+    reserved = runpy.run_path(str(Path(__file__).with_name("backings_on_gpu.py")))["reserved_pages"]
+    pool = tmp_path / "nr_hugepages"
+    pool.write_text("3\n")
+    with suppress(KeyError), reserved(pool, (2 << 20) + 1) as told:
+        assert (pool.read_text(), told) == ("5", "2 MiB page pool: 3 before, 5 for this run")
+        raise KeyError
+    assert pool.read_text() == "3\n"
 
 
 def test_the_script_for_the_gpu_runs_dry(tmp_path: Path) -> None:

@@ -1,127 +1,36 @@
-"""The CUDA engine's twin on CPUs: the same step over stand-in streams and a numpy lookup."""
+"""The CUDA engine over its twin on CPUs: rows, order of the calls, marks, errors."""
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pytest_engram.backends.protocol import Launch, TableShard
-from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
-from pytest_engram.engines.protocol import EngineSetup, StepSettings
-from pytest_engram.engines.tables import fill_table, full_shards, table_bytes, table_views
+from pytest_engram.engines.protocol import StepSettings
+from pytest_engram.engines.tables import full_shards
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
-from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids
+from pytest_engram.hashing import hash_ids
 from pytest_engram.model import Workload
 from pytest_engram.rows import lookup_rows
 
 torch = pytest.importorskip("torch")
 
+twin = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("cuda_twin.py"))))
+build, setup, batch, TwinBackend, LAYOUT, WORK = (
+    twin.build, twin.setup, twin.batch, twin.TwinBackend, twin.LAYOUT, twin.WORK,
+)  # fmt: skip
 EARLY, LATE = StepSettings(), StepSettings(submission="at_consumption")
-LAYOUT = EngramLayout.for_rows(5000, (1, 3), head_dim=64, compressed_vocab=500)
-WORK = Workload(hidden=64, layers=5, engram_layers=(1, 3), tokens=6)
-TOKEN_MAP = np.arange(1000, dtype=np.int32) % 500
-HASH_NS, STEP_NS = 30_000, 130_000  # on the virtual GPU: one hash and two lookups of 50 µs
-
-
-class TwinHasher(ReferenceHasher):
-    """The reference hasher whose device is the CPU: staged, then launched."""
-
-    cuda: Any = None
-
-    def on_device(self, batch: HashBatch, device: Any) -> tuple[Any, Any, Any]:
-        ids = torch.tensor(self(batch)).as_subclass(Ids)
-        self.cuda.log.append(("staged",))
-
-        def launch() -> Any:
-            self.cuda.log.append(("hash", self.cuda.current_stream().name))
-            self.cuda.now += HASH_NS
-            return ids
-
-        return launch, torch.tensor(batch.token_ids, device=device), torch.tensor(~batch.dead, device=device)
-
-
-class HostHasher:
-    """A hasher that knows no device."""
-
-    def __init__(self, honest: ReferenceHasher) -> None:
-        self.honest = honest
-
-    def __call__(self, batch: HashBatch) -> Any:
-        return self.honest(batch)
-
-
-class TwinBackend(ReferenceBackend):
-    """The reference backend on torch tensors of the CPU; ``lazy`` looks nothing up."""
-
-    on_host = False
-
-    def __init__(self, cuda: Any, *, lazy: bool = False) -> None:
-        super().__init__()
-        self.cuda, self.lazy, self.caps = cuda, lazy, []  # type: ignore[var-annotated]
-
-    def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> Any:
-        made = TwinHasher(layout, token_map, slot_cache=slot_cache)
-        made.cuda = self.cuda
-        return HostHasher(made) if self.on_host else made
-
-    def lookup(self, shard: TableShard, ids: Any, out: Any, *, cap: int | None = None) -> Launch:
-        self.cuda.log.append(("lookup", self.cuda.current_stream().name))
-        self.cuda.now += 50_000
-        self.caps.append(cap)
-        if not self.lazy:
-            table = TableShard(
-                weight=shard.weight.numpy(), scales=shard.scales.numpy(), start=shard.start, end=shard.end,
-                head_start=0, local_heads=shard.local_heads, total_heads=shard.total_heads,
-            )  # fmt: skip
-            lookup_rows(table, ids.numpy(), out.view(torch.int16).numpy().view(np.uint16))
-        return Launch(out.shape[0] * out.shape[1], 9, cap or 0)
-
-
-class Ids(torch.Tensor):  # type: ignore[misc,name-defined]
-    """A tensor of the CPU that can be recorded on a stand-in stream."""
-
-    def record_stream(self, stream: Any) -> None:
-        stream.cuda.log.append(("record_stream", stream.name))
-
-
-def setup(cuda: Any, *, table_seed: int = 1, **changes: Any) -> EngineSetup:
-    """A small engine's parts; ``changes`` replace fields."""
-    buffer = np.zeros(table_bytes(LAYOUT), np.uint8)
-    fill_table(buffer, LAYOUT, table_seed)
-    fields: dict[str, Any] = {
-        "rank": 0, "layout": LAYOUT, "workload": WORK, "tables": table_views(buffer, LAYOUT), "token_map": TOKEN_MAP,
-        "backend": TwinBackend(cuda), "cpus": (0,), "max_tokens": 8, "seed": 7,
-    }  # fmt: skip
-    return EngineSetup(**{**fields, **changes})
-
-
-def build(cuda: Any, **changes: Any) -> Any:
-    """The engine over stand-ins."""
-    from pytest_engram.engines.cuda import CudaEngine, Platform
-
-    class Twin(CudaEngine):
-        def _upload(self, array: Any) -> Any:
-            return super()._upload(array).as_subclass(Ids)
-
-    engine = Twin(setup(cuda, **changes), Platform(cuda, torch.device("cpu"), torch.from_numpy, cuda.spin))
-    cuda.log.clear()
-    return engine
-
-
-def batch(tokens: int = 6) -> HashBatch:
-    """One request; the third token is dead."""
-    dead = np.arange(tokens) == 2
-    return HashBatch.sequence(np.arange(tokens) * 37 % 1000, history=[5, 6, 7, 8], dead=dead)
 
 
 def test_rows_equal_the_oracle(fake_cuda: Any) -> None:
     """Ids and staged rows of both submission points are the oracle's, bit by bit."""
     engine = build(fake_cuda)
     ids, rows = engine.rows(batch(), EARLY)
-    expected = hash_ids(LAYOUT, batch(), TOKEN_MAP)
+    expected = hash_ids(LAYOUT, batch(), twin.TOKEN_MAP)
     assert ids.dtype == np.int32
     assert (ids == expected).all()
     for index, shard in enumerate(full_shards(setup(fake_cuda).tables, LAYOUT)):
@@ -211,18 +120,18 @@ def test_the_hold_is_outside_the_step(fake_cuda: Any) -> None:
     assert engine.hold
     start = fake_cuda.now
     result = engine.step(batch(), EARLY, marks=False)
-    assert result.step_ns == STEP_NS
-    assert fake_cuda.now - start >= STEP_NS + 200_000
+    assert result.step_ns == twin.STEP_NS
+    assert fake_cuda.now - start >= twin.STEP_NS + 200_000
     engine.hold, start = False, fake_cuda.now
     engine.step(batch(), EARLY, marks=False)
-    assert fake_cuda.now - start == STEP_NS
+    assert fake_cuda.now - start == twin.STEP_NS
 
 
 def test_hashing_is_part_of_the_step(fake_cuda: Any) -> None:
     """The batch is staged before the step and hashed in it: hash ready is a time of the GPU, before every lookup."""
     result = build(fake_cuda).step(batch(), EARLY, marks=True)
     assert result.timeline is not None
-    assert {mark.hash_ready for mark in result.timeline.lookups} == {result.timeline.begin + HASH_NS}
+    assert {mark.hash_ready for mark in result.timeline.lookups} == {result.timeline.begin + twin.HASH_NS}
     names = [entry[0] for entry in fake_cuda.log if entry[0] in {"staged", "hash", "lookup"}]
     assert names == ["staged", "hash", "lookup", "lookup"]
     assert ("hash", "s1") in fake_cuda.log
@@ -237,7 +146,7 @@ def test_a_hasher_without_a_device_hashes_before_the_step(fake_cuda: Any) -> Non
         assert (seen == expected).all()
     result, other = (each.step(batch(), EARLY, marks=False) for each in (plain, engine))
     assert (result.output == other.output).all()
-    assert other.step_ns - result.step_ns == HASH_NS
+    assert other.step_ns - result.step_ns == twin.HASH_NS
 
 
 @pytest.mark.parametrize("hold", [True, False])
@@ -310,19 +219,39 @@ def test_without_a_gpu_the_engine_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         CudaEngine(setup(None))
 
 
-def test_drift_reports_only_what_was_read(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clocks and throttle reasons are this GPU's own, found by UUID; an unknown one is absent, never 0."""
+def test_drift_gives_a_number_or_a_reason(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks and counters are this GPU's own, found by UUID; one that is not known says why, and is never 0."""
     from pytest_engram.engines import cuda
+    from pytest_engram.gpu.nvml import COUNTERS
 
-    engine = build(fake_cuda)
-    assert set(engine.drift()) == {"enqueue_ms"}
-    answers = {"pci:1": SimpleNamespace(uuid="GPU-a"), "pci:2": SimpleNamespace(uuid="GPU-b")}
-    library = SimpleNamespace(
-        memory_affinity=lambda: answers, sm_clocks=lambda: {"pci:1": 345, "pci:2": 1980},
-        throttle_reasons=lambda: {"pci:1": 4, "pci:2": None},
-        pcie_kb_per_s=lambda: {"pci:1": {"to_host": 3}, "pci:2": {"to_host": None, "from_host": 77}},
-    )  # fmt: skip
-    monkeypatch.setattr("pytest_engram.gpu.nvml.Nvml", lambda: library)
-    found = SimpleNamespace(get_device_properties=lambda _device: SimpleNamespace(uuid="b"))
-    here = cuda.Platform(found, SimpleNamespace(type="cuda"), None, None)  # type: ignore[arg-type]
-    assert cuda._gpu_state(here) == {"sm_mhz": 1980.0, "pcie_from_host_kb_per_s": 77.0}
+    found = build(fake_cuda).drift()
+    assert {name for name, value in found.items() if isinstance(value, str)} == {"link_bytes_per_s", *COUNTERS}
+    assert set(found) - {"link_bytes_per_s", *COUNTERS} == {"enqueue_ms", "graph_replays"}
+    answers = {"sm_mhz": 1980, "pcie_to_host_kb_per_s": "Not Supported (3)"}
+    monkeypatch.setattr(cuda, "Nvml", lambda: SimpleNamespace(counters=lambda uuid: answers if uuid == "GPU-b" else {}))
+    gpu = SimpleNamespace(get_device_properties=lambda _device: SimpleNamespace(uuid="b"))
+    here = cuda.Platform(gpu, SimpleNamespace(type="cuda"), None, None)  # type: ignore[arg-type]
+    assert cuda._gpu_state(here) == {"sm_mhz": 1980.0, "pcie_to_host_kb_per_s": "Not Supported (3)"}
+
+    def missing() -> Any:
+        raise NotMeasurable("no library", code="no-gpu-driver")
+
+    monkeypatch.setattr(cuda, "Nvml", missing)
+    assert cuda._gpu_state(here) == dict.fromkeys(COUNTERS, "no library")
+
+
+def test_the_link_is_the_best_of_its_copies(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes over the shortest of five copies; a device on which a copy takes no time gives a reason, not infinity."""
+    from pytest_engram.gpu import link
+
+    times = iter([9_000, 4_000, 5_000, 6_000, 7_000])
+
+    class Slow(torch.Tensor):  # type: ignore[misc,name-defined]
+        def copy_(self, source: Any, non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's
+            fake_cuda.advance(next(times))
+            return super().copy_(source, non_blocking)
+
+    assert isinstance(link.link_bytes_per_s(fake_cuda, torch.device("cpu")), str)
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: like(*args, **options).as_subclass(Slow))
+    assert link.link_bytes_per_s(fake_cuda, torch.device("cpu")) == pytest.approx((1 << 20) / 4e-6)

@@ -50,12 +50,12 @@ def step(cuda: Any, stream: PrefetchStream, layers: tuple[int, ...] = (0, 1)) ->
 
 
 class NoProducerWait(PrefetchStream):
-    def _await_producer(self) -> None:
+    def _await_producer(self, stream: Any) -> None:
         return
 
 
 class NoKeep(PrefetchStream):
-    def _keep(self, ids: Any) -> None:
+    def _keep(self, ids: Any, stream: Any) -> None:
         return
 
 

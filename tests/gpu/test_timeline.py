@@ -47,7 +47,7 @@ def test_an_unmarked_step_records_only_its_clock(fake_cuda: Any) -> None:
         marks.mark("wait_after", layer)
     marks.mark("end")
     assert len(fake_cuda.events) == 1 + 2 + 4
-    assert marks.waited_ns() == 100
+    assert marks.spent_ns("wait_before", "wait_after") == 100
     assert marks.ns("end") - marks.ns("begin") == 1100
 
 
@@ -67,6 +67,23 @@ def test_lookups_and_spans_become_records(fake_cuda: Any) -> None:
     assert (lookup.layer, lookup.rows, lookup.tiles, lookup.grid) == (5, 48, 3, 2)
     (span,) = marks.spans()
     assert (span.name, span.layer, span.end - span.start) == ("gate", 5, 7_000)
+
+
+def test_neighbours_share_a_mark(fake_cuda: Any) -> None:
+    """A span that follows another, or a wait, directly begins with the event that ended it: half of the events."""
+    marks = Marks(fake_cuda, full=True)
+    marks.mark("wait_after", 0)
+    for layer in range(3):
+        with marks.span("compute", layer):
+            fake_cuda.now += 10_000
+    marks.mark("submit", 3)
+    fake_cuda.now += 5_000  # not part of the next span
+    with marks.span("gate", 3):
+        fake_cuda.now += 1_000
+    assert len(fake_cuda.events) == 1 + 1 + 3 + 1 + 2
+    assert [span.end - span.start for span in marks.spans()] == [10_000] * 3 + [1_000]
+    before, after = marks.spans()[:2]
+    assert before.end == after.start
 
 
 def test_the_self_test_measures_known_lengths(fake_cuda: Any) -> None:

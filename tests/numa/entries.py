@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 from pytest_engram.codec import to_builtins
 from pytest_engram.errors import EngramError, PlacementError
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
-from pytest_engram.numa import pages
+from pytest_engram.numa import _syscalls, mounts, pages
 from pytest_engram.numa.table import build_table
 
 
@@ -195,3 +196,22 @@ def forbid(number: int) -> None:
     program = Program(4, rules)
     assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
     assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def in_a_private_mount(group: Any, _payload: Any) -> dict[str, Any]:
+    """As an engine that knows nothing of placement: a file in /dev/shm, its path to the peers, one writer."""
+    receipt = mounts.enter(group, PlacementPlan(policy="bind:0", backing="tmpfs", tables=(TablePlan(
+        ranks=(0, 1), mode="bind", nodes=(0,)),)))  # fmt: skip
+    size, path = 2 << 20, group.broadcast("/dev/shm/engine-table", step="path")
+    if group.rank == 0:
+        Path(path).write_bytes(b"\1" * size)
+    group.barrier(step="written")
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        same, address = bytes(mapped) == b"\1" * size, _syscalls.address_of(mapped)
+        identity = pages.mapped_vmas(address, size)[0].identity
+        seen = pages.audit_range(address, size, rank=group.rank, moment=Moment.LOADED, table=0, identity=identity)
+    group.barrier(step="audited")
+    return {
+        "told": receipt.detail, "names": os.listdir("/dev/shm"), "same": same, "pages": to_builtins(seen.pages),
+        "policy": seen.policy_text, "namespace": os.readlink("/proc/thread-self/ns/mnt"),
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -190,6 +191,39 @@ def test_progress_covers_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     build_table(SoloGroup(), plan(), (3 << 20) + 1, progress=lambda *pair: seen.append(pair), threads=1).close()
     assert seen == [(done, (3 << 20) + 4096) for done in (1 << 20, 2 << 20, 3 << 20, (3 << 20) + 4096)]
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "anon-thp"])
+def test_every_thread_takes_chunks_and_no_page_is_left_out(monkeypatch: pytest.MonkeyPatch, backing: str) -> None:
+    """All allowed CPUs up to 16 share the chunks; the receipt tells how many; every page is resident afterwards."""
+    for cpus, threads in ((3, 3), (64, 16)):
+        monkeypatch.setattr(populate.os, "sched_getaffinity", lambda _pid, cpus=cpus: set(range(cpus)))
+        table = build_table(SoloGroup(), plan(backing=backing), 33 << 20)
+        (detail,) = [one.detail for one in table.receipts if one.step == "populate"]
+        assert detail.startswith(f"populate_write by {threads} threads")
+        assert table.distributions[0].pages == {0: table.backing.nbytes // 4096}
+        table.close()
+
+
+@pytest.mark.parametrize(("refusals", "said"), [(0, "done"), (2, "done"), (3, "EAGAIN")])
+def test_a_busy_collapse_is_tried_again(monkeypatch: pytest.MonkeyPatch, refusals: int, said: str) -> None:
+    """EAGAIN is asked three times in all; its end is told and changes no page."""
+    honest, asked = _syscalls.madvise, []
+
+    def busy(address: int, nbytes: int, advice: int) -> None:
+        if advice == _syscalls.MADV_COLLAPSE:
+            asked.append(nbytes)
+            if len(asked) <= refusals:
+                raise OSError(errno.EAGAIN, "planted")
+        else:
+            honest(address, nbytes, advice)
+
+    monkeypatch.setattr(_syscalls, "madvise", busy)
+    table = build_table(SoloGroup(), plan(backing="anon-thp"), 4 << 20)
+    assert [one.detail for one in table.receipts if one.step == "populate"][0].endswith(f"MADV_COLLAPSE {said}")
+    assert asked == [4 << 20] * min(refusals + 1, 3)
+    assert table.distributions[0].pages == {0: 1024}
+    table.close()
 
 
 def test_unknown_kernel_errors_keep_their_name() -> None:

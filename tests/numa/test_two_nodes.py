@@ -100,7 +100,7 @@ def test_moving_a_page_is_seen_by_the_audit() -> None:
     (home,) = table.distributions[0].pages
     other = next(node for node in NODES if node != home)
     where, target, status = (ctypes.c_void_p * 1)(table.address), (ctypes.c_int * 1)(other), (ctypes.c_int * 1)(-1)
-    _syscalls._call("move_pages", 0, 1, where, target, status, _syscalls.MPOL_MF_MOVE)
+    _syscalls._call("move_pages", 0, 1, where, target, status, 2)  # MPOL_MF_MOVE
     assert list(status) == [other]
     moved = table.audit(Moment.REPLAYED).pages
     assert moved[other] >= 1

@@ -153,3 +153,26 @@ def decode_row(weight: bytes, scales: bytes, block: int = 32) -> list[int]:
 def token_map(compressed: int = 99_092, vocabulary: int = 129_280) -> list[int]:
     """The synthetic token map of the golden vectors: (id × 1,000,003 + 17) mod compressed."""
     return [(token * 1_000_003 + 17) % compressed for token in range(vocabulary)]
+
+
+def bf16_value(bits: int) -> float:
+    """The number that 16 bits of bf16 spell."""
+    return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
+
+
+def engram_output(
+    hidden: list[float], rows: list[float], wkv: list[list[float]], norms: list[list[float]], *, keep: bool
+) -> list[float]:
+    """One token: ``rows`` (all heads in a row) times ``wkv`` [len(rows)][2 D], key first, then the gate."""
+    if not keep:
+        return hidden
+    dim = len(hidden)
+    both = [
+        math.fsum(row * weights[column] for row, weights in zip(rows, wkv, strict=True)) for column in range(2 * dim)
+    ]
+    key, value = both[:dim], both[dim:]
+    rms = [math.sqrt(math.fsum(x * x for x in each) / dim + 1e-20) for each in (hidden, key)]
+    products = (h * q * k * x for h, q, k, x in zip(hidden, *norms, key, strict=True))
+    dot = math.fsum(products) / rms[0] / rms[1] / math.sqrt(dim)
+    root = math.copysign(math.sqrt(max(abs(dot), 1e-6)), -1.0 if dot < 0 else 1.0)
+    return [h + v / (1 + math.exp(-root)) for h, v in zip(hidden, value, strict=True)]

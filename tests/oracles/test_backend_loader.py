@@ -33,6 +33,12 @@ class Half:
     name = "half"
 
 
+class Handless(Half):
+    """Declares a lookup that it does not have."""
+
+    engines, capabilities, differences, receipt = frozenset({"cpu"}), frozenset({"lookup"}), {}, dict
+
+
 class Broken(ReferenceBackend):
     """Cannot be made."""
 
@@ -51,7 +57,7 @@ class Absent(ReferenceBackend):
 def made_up(monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of third-party backends."""
     module = ModuleType("made_up_backends")
-    for kind in (Strange, Placeless, Half, Broken, Absent, ReferenceBackend):
+    for kind in (Strange, Placeless, Half, Handless, Broken, Absent, ReferenceBackend):
         setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module.__name__
@@ -72,7 +78,8 @@ def test_reference_is_found_by_name_and_path(made_up: str) -> None:
         ("{}:Broken", "backend-import", "OSError: no such library"),
         ("{}:Strange", "backend-protocol", "unknown capabilities .'telepathy'."),
         ("{}:Placeless", "backend-protocol", r"engines \[\]"),
-        ("{}:Half", "backend-protocol", "Half lacks engines, capabilities, differences, receipt, hasher, lookup, gate"),
+        ("{}:Half", "backend-protocol", "Half lacks engines, capabilities, differences, receipt"),
+        ("{}:Handless", "backend-protocol", "Handless lacks lookup"),
     ],
 )
 def test_bad_backends_are_named(made_up: str, spec: str, code: str, words: str) -> None:

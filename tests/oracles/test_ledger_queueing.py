@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pytest_engram.errors import UsageError
@@ -13,6 +14,7 @@ from pytest_engram.ledger import (
     ByteLedger,
     LaunchShape,
     background_cap,
+    distinct_share,
     launch,
     link_floor_s,
     source_bytes,
@@ -59,13 +61,25 @@ def test_ledgers_are_separate_lines() -> None:
 
 
 def test_padded_heads_are_staged_and_gathered() -> None:
-    """24 heads over 5 shards stage 5 heads each; the other shards' rows are gathered on their own line."""
+    """24 heads over 5 shards stage 5 each, the last reads 4; what is gathered is a line of its own, per collective."""
     lines = step_bytes(10, MODEL, shards=5, hidden=64)
     assert lines.source == 2 * 10 * 5 * 264
     assert lines.staging == 2 * 2 * 10 * 5 * 256
-    assert lines.gather == 4 * lines.staging
+    assert (lines.gather, lines.collectives) == (4 * lines.staging, 2)
+    last = step_bytes(10, MODEL, shards=5, shard=4)
+    assert (last.source, last.staging) == (2 * 10 * 4 * 264, lines.staging)
+    assert step_bytes(10, MODEL).collectives == 0
     assert lines.projection == 2 * (2 * 10 * 24 * 256) + 2 * (2 * 10 * 64 * 4)
     assert lines.gate == 4 * (2 * 10 * 64 * 4)
+
+
+def test_repeated_rows_are_counted_once() -> None:
+    """Rows that a step or an earlier one reads again are no distinct ones; layers have tables of their own."""
+    one = np.arange(24, dtype=np.int32).reshape(2, 2, 6)
+    assert distinct_share([one]) == 1.0
+    assert distinct_share([one, one]) == 0.5
+    assert distinct_share([np.zeros_like(one)]) == 2 / 24
+    assert distinct_share([one[:0]]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_a_million_tokens_hash_in_two_seconds() -> None:
 
 
 def test_rows_decode_at_a_gigabyte_per_second() -> None:
-    """L1: the row oracle writes at least 1 GB/s of bf16."""
+    """L1: the row oracle reads at least 1 GB/s of values and scales, and so writes nearly 2 GB/s of bf16."""
     weight, scales = synthetic_rows(0, 50_000, 256, layer=0, seed=1)
     out = np.empty(weight.shape, dtype=np.uint16)
-    limit = out.nbytes / 1e9
+    limit = (weight.nbytes + scales.nbytes) / 1e9
     assert least(lambda: decode_rows(weight, scales, out), limit) <= limit

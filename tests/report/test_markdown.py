@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
-from pytest_engram.model import Problem, StartupSample, StepReceipt
-from pytest_engram.report import markdown
+from pytest_engram.model import Problem, Span, StartupSample, StepReceipt, SweepSample
+from pytest_engram.report import figure, markdown
 
 PROVENANCE = {"command": "pytest -m overlap", "kernel": {"release": "6.18", "numa_balancing": 0}, "gpu": None}
 
@@ -43,8 +45,9 @@ def test_every_kind_of_evidence_has_its_table(page):
         "A", "0", "0", "loaded", "3.0 MiB", "1.0 MiB", "0", "4.0 MiB of 4.0 MiB", "move_pages+numa_maps", "2"
     ]  # fmt: skip
     assert _rows(page, "Start-up")[0] == ["A", "0", "pre-touch", "900.0 ms", "1,024", "1,024", "1,024", "2", ""]
-    assert _rows(page, "Bytes per step")[0] == [
-        "A", "0", "792.0 KiB", "1.5 MiB", "405.5 GB/s", "1,536", "96", "66"
+    assert [row[2:5] for row in _rows(page, "Bytes per step")[:3]] == [
+        ["source", "792.0 KiB", "2.0 µs"], ["source, nothing beside it", "792.0 KiB", "absent"],
+        ["staging", "1.5 MiB", "2.0 µs"],
     ]  # fmt: skip
     assert ["kernel.numa_balancing", "0"] in _rows(page, "Provenance")
     assert ["gpu", "null"] in _rows(page, "Provenance")
@@ -133,3 +136,87 @@ def test_two_evidences_of_one_experiment_keep_apart(make_verdict, make_evidence,
     assert "register" in second
     assert "16 s" in second
     assert "absent" in second
+
+
+def test_each_kind_of_bytes_has_its_own_time(make_verdict, make_evidence, make_run):
+    """Source beside compute and alone, staging, projection and gate: own spans, own rates, padded and repeated rows."""
+    run = make_run()
+    line = run.overlap[0].timelines[0]
+    spans = tuple(
+        Span(name=name, layer=1, start=3000, end=3000 + ns) for name, ns in (("projection", 800), ("gate", 400))
+    )
+    overlap = replace(run.overlap[0], timelines=(replace(line, spans=spans),), alone_ns=(1000, 1000),
+                      staging_bytes=2 << 20, distinct_bytes=405_504)  # fmt: skip
+    evidence = make_evidence(runs=(replace(run, overlap=(overlap,)),))
+    evidence = replace(evidence, plan=replace(evidence.plan, rows=10_000))
+    rows = {row[2]: row[3:] for row in _rows(markdown.render([make_verdict()], [evidence], {}), "Bytes per step")}
+    assert rows["source"][1:3] == ["2.0 µs", "405.5 GB/s"]
+    assert "rows 1,536, tiles 96, grid 66; 50.0% read again" in rows["source"][3]
+    assert rows["source, nothing beside it"][1:3] == ["1.0 µs", "811.0 GB/s"]
+    assert rows["staging"][3] == "by the lookups; 1,024 rows of padded heads"
+    assert (rows["projection"][1], rows["gate"][1]) == ("800 ns", "400 ns")
+    assert "gather" not in rows
+
+
+def test_layers_are_listed_where_arms_differ(make_verdict, make_evidence, make_run):
+    """A layer that takes longer in one arm has a row with every arm's median; layers that agree have none."""
+
+    def run(index, arm, ns):
+        one = make_run(index, arm)
+        spans = (Span(name="compute", layer=0, start=0, end=ns), Span(name="compute", layer=1, start=ns, end=ns + 500))
+        line = replace(one.overlap[0].timelines[0], spans=spans)
+        return replace(one, overlap=(replace(one.overlap[0], timelines=(line,)),))
+
+    page = markdown.render([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 900)))], {})
+    assert _rows(page, "Time by layer") == [["0", "400 ns", "900 ns"]]
+    alike = markdown.render([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 410)))], {})
+    assert "Time by layer" not in alike
+
+
+@pytest.fixture
+def swept(make_evidence, make_run):
+    """Two runs whose sweep has 64 tokens with one peer and with both, slowed by a quarter in arm B."""
+
+    def run(index, arm, main):
+        cells = [
+            SweepSample(rank=rank, tokens=64, peers=peers, lookup_ns=(2000,) * 20, exposed_ns=(0,) * 20,
+                        main_ns=(main,), quiet_main_ns=(1000,), source_bytes=811_008)
+            for rank, peers in ((0, 1), (0, 2), (1, 2))
+        ]  # fmt: skip
+        return make_run(index, arm, sweep=tuple(cells))
+
+    return make_evidence(runs=(run(0, "A", 1000), run(1, "B", 1250)), ranks=2)
+
+
+def test_the_sweep_shows_peers_and_interference(make_verdict, swept):
+    """Per arm, batch size and peers: lookups, their P95, what the peers read together, and the slowed main compute."""
+    page = markdown.render([make_verdict()], [swept], {})
+    rows = {tuple(row[:3]): row[3:] for row in _rows(page, "Batch sizes")}
+    assert rows["B", "64", "1"] == ["2.0 µs", "2.0 µs", "405.5 GB/s", "0 ns", "1.3 µs", "+25.0 %", "1"]
+    assert rows["B", "64", "2"][2] == "811.0 GB/s"
+    assert rows["A", "64", "1"][5] == "+0.0 %"
+    assert "![main compute beside lookups](interference-B1.svg)" in page
+    assert "svg" not in markdown.render([make_verdict()], [replace(swept, runs=())], {})
+
+
+def test_the_map_is_a_picture_that_stands_alone(tmp_path, swept):
+    """The SVG is well-formed XML with units, arms and n in every cell, and refers to nothing outside itself."""
+    figure.write_figures(tmp_path, [swept, swept])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["interference-B1.2.svg", "interference-B1.svg"]
+    text = (tmp_path / "interference-B1.svg").read_text()
+    nodes = [*ElementTree.fromstring(text).iter()]  # noqa: S314 - our own file
+    words = [node.text for node in nodes if node.tag.endswith("text")]
+    assert {"+0.0 % (n = 1)", "+25.0 % (n = 1)", "64 / 792.0 KiB", "submission at consumption"} <= set(words)
+    assert "href" not in text
+    fills = [node.get("fill") for node in nodes if node.tag.endswith("rect")]
+    assert fills[1:] == ["#ffffff", "#eab0a6"]
+
+
+def test_hypotheses_stand_before_the_experiments(make_verdict, make_evidence):
+    """All four have their outcome and what is missing; without evidence there is no such table."""
+    page = markdown.render([make_verdict()], [make_evidence()], {})
+    titles = re.findall(r"^(\d)\. .*: \*\*undecided\*\*\n\n   - ", page, re.M)
+    assert titles == ["1", "2", "3", "4"]
+    assert page.index("## Hypotheses") < page.index("## B1")
+    assert "no recommendation: no-schedule" in page
+    assert "Hypotheses" not in markdown.render([make_verdict()], [], {})

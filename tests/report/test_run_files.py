@@ -9,7 +9,7 @@ import pytest
 
 from pytest_engram import codec
 from pytest_engram.errors import UsageError
-from pytest_engram.model import Evidence, Status
+from pytest_engram.model import Evidence, Status, SweepSample
 from pytest_engram.report import records, results
 from pytest_engram.report.records import write_run
 
@@ -303,3 +303,29 @@ def test_an_absent_case_blocks_the_gates_behind_it(make_verdict):
     assert [gate.status.value for gate in verdict.gates] == ["NOT_MEASURED", *["BLOCKED"] * 4]
     assert (verdict.status, verdict.sentence) == (Status.NOT_MEASURED, None)
     assert "B1" in verdict.gates[0].next_step
+
+
+def test_hypotheses_and_advice_travel(folder, judge, make_evidence):
+    """The section holds them; over several files `gate` adjudicates once, over all of them."""
+    section = json.loads((folder / "verdict.json").read_text())["engram"]
+    assert [(one["number"], one["outcome"]) for one in section["hypotheses"]] == [
+        (n, "undecided") for n in (1, 2, 3, 4)
+    ]
+    assert section["advice"][0].startswith("no recommendation: ")
+    write_run(folder.parent / "b2", [judge(make_evidence("B2"))], [make_evidence("B2")])
+    _, _, lines = results.gate_files([folder, folder.parent / "b2"], evaluate=judge)
+    text = " ".join(" ".join(lines).split())
+    assert text.count("hypotheses (they explain, no gate reads them)") == 1
+    assert text.count("no recommendation: ") == 2
+
+
+def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
+    """A run folder and `gate --markdown` both write the maps that their pages show."""
+    cell = SweepSample(rank=0, tokens=8, peers=1, lookup_ns=(9,), exposed_ns=(0,), main_ns=(3,), quiet_main_ns=(2,),
+                       source_bytes=2112)  # fmt: skip
+    evidence = make_evidence(runs=(make_run(0, "A", sweep=(cell,)),))
+    write_run(tmp_path / "run", [judge(evidence)], [evidence])
+    results.gate_files([tmp_path / "run"], markdown=tmp_path / "again" / "page.md", evaluate=judge)
+    for page in (tmp_path / "run" / "report.md", tmp_path / "again" / "page.md"):
+        assert "(interference-B1.svg)" in page.read_text()
+        assert (page.parent / "interference-B1.svg").read_text().startswith("<svg")

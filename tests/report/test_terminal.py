@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pytest_engram import gates
 from pytest_engram.model import GATE_NAMES, Claim, Effect, Problem, Status
 from pytest_engram.report import numbers, terminal
 
@@ -173,3 +174,21 @@ def test_seconds_have_a_unit_that_fits(value, text):
 def test_sizes_are_binary(count, text):
     """Bytes are shown in binary units."""
     assert numbers.size(count) == text
+
+
+def test_an_experiment_is_named_once(make_experiment):
+    """What could not be measured names its experiment in the header alone; another culprit keeps its name."""
+    for who, seen in (("B1", "needs two"), ("rank 1", "rank 1: needs two")):
+        problem = Problem(code="absent", message="needs two", who=who, status=Status.NOT_MEASURED)
+        lines = terminal.ladder(gates.not_measured(make_experiment("B1"), problem))
+        assert lines[1] == f"  0 correctness  NOT_MEASURED {seen} "[: len(lines[1])]
+        assert lines[1].endswith(seen)
+
+
+def test_hypotheses_are_short(make_verdict, make_evidence):
+    """One entry per hypothesis and one per experiment, within the width; nothing where nothing was measured."""
+    lines = terminal.explained([make_verdict()], [make_evidence()], width=80)
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines if line[2:3].isdigit()] == [[str(n), "undecided"] for n in (1, 2, 3, 4)]
+    assert any(line.startswith("  B1  no recommendation: ") for line in lines)
+    assert terminal.explained([make_verdict()], []) == []

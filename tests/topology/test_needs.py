@@ -211,3 +211,21 @@ def test_many_gpus_are_not_silently_dropped(two_sockets: Topology, grow: Grow) -
     assert "GPUs: 3" in text
     assert "0000:ff:00.0  unnamed\n    near         unknown: silent" in text
     assert "unknown (not collected)" in text
+
+
+def test_the_doctor_names_a_blocked_policy_call(grow: Grow) -> None:
+    """K1: calls that the sandbox refuses stand there with one way out, beside those that work."""
+    root, need = grow("two-sockets"), "; expected CAP_SYS_NICE. Way out: --cap-add SYS_NICE"
+    calls = {"get_mempolicy": "works", **{name: f"probe: {name}: EPERM{need}" for name in ("set_mempolicy", "mbind")}}
+
+    def told(calls: dict[str, str]) -> str:
+        found = {**collect(root), "policy.calls": {"value": calls}}
+        return " ".join(render(read_topology(root), found, []).split())
+
+    assert (
+        "policy calls set_mempolicy: EPERM; mbind: EPERM; need CAP_SYS_NICE. Way out: --cap-add SYS_NICE; "
+        "works: get_mempolicy"
+    ) in told(calls)
+    assert "policy calls mbind work: a page was bound to each allowed node" in told({"mbind": "works"})
+    stub = "a page bound to node 1 is answered with status 0: policy calls have no effect here"
+    assert f"policy calls {stub}; works: none" in told({"mbind": stub})

@@ -130,19 +130,33 @@ def test_no_links_no_peers() -> None:
 
 
 def test_clocks_and_throttling_are_absent_where_the_driver_is_silent() -> None:
-    """X11: SM clock in MHz and the throttle bit mask; a silent driver gives None, never 0."""
+    """X11: SM clock in MHz and the throttle bit mask; a silent driver gives its reason, never 0."""
     library = Nvml(nvml())
     assert library.sm_clocks() == {PCI[0]: 1880, PCI[1]: 1879}
     assert library.throttle_reasons() == {PCI[0]: 1 << 40, PCI[1]: 1 << 40}
-    assert Nvml(nvml(nvmlDeviceGetClockInfo=None)).sm_clocks() == {PCI[0]: None, PCI[1]: None}
+    silent = Nvml(nvml(nvmlDeviceGetClockInfo=None)).sm_clocks()
+    assert silent == dict.fromkeys(PCI, "nvmlDeviceGetClockInfo: not in this driver")
 
 
 def test_pcie_counters_have_a_direction() -> None:
-    """PCIe traffic in KB/s per direction; a counter that the driver lacks is None, never 0."""
-    base = int(Nvml(nvml()).pcie_kb_per_s()[PCI[0]]["to_host"] or 0)
+    """PCIe traffic in KB/s per direction; a counter that the driver lacks is its reason, never 0, for each of them."""
+    base = int(Nvml(nvml()).pcie_kb_per_s()[PCI[0]]["to_host"])
     assert Nvml(nvml()).pcie_kb_per_s()[PCI[0]] == {"to_host": base, "from_host": base + 10}
-    silent = Nvml(nvml(nvmlDeviceGetPcieThroughput=None)).pcie_kb_per_s()
-    assert silent[PCI[1]] == {"to_host": None, "from_host": None}
+
+    def receives_only(_device: Any, way: Any, out: Any) -> int:
+        return store(out, 7) if way.value else NOT_SUPPORTED
+
+    half = Nvml(nvml(nvmlDeviceGetPcieThroughput=receives_only)).pcie_kb_per_s()
+    assert half[PCI[1]] == {"to_host": "nvmlDeviceGetPcieThroughput: Not Supported (3)", "from_host": 7}
+
+
+def test_counters_are_those_of_one_gpu() -> None:
+    """Clock, throttle mask and both PCIe directions of the GPU with that UUID; an unknown one is a reason."""
+    found = Nvml(nvml()).counters("GPU-101")
+    assert found == {"sm_mhz": 1879, "throttle_reasons": 1 << 40, "pcie_to_host_kb_per_s": 5101,
+                     "pcie_from_host_kb_per_s": 5111}  # fmt: skip
+    with pytest.raises(NotMeasurable, match="knows no GPU GPU-7"):
+        Nvml(nvml()).counters("GPU-7")
 
 
 def test_the_cuda_version_is_the_drivers() -> None:

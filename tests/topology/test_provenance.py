@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_engram import provenance
-from pytest_engram.numa.cgroup import memory_limit, mount_at
-from pytest_engram.numa.tree import Tree
+from pytest_engram.numa.cgroup import memory_limit
 from pytest_engram.provenance import FACTS, cgroup_headroom, collect, machine_fingerprint
 
 Grow = Callable[..., Path]
@@ -123,13 +122,10 @@ def test_the_later_mount_on_one_point_is_in_force(grow: Grow) -> None:
     """Octal escapes are undone, and a second tmpfs over /dev/shm hides the first."""
     text = (
         "25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw,size=1k\n30 25 0:27 / /dev/shm ro - tmpfs tmpfs rw,size=2k\n"
-        "31 25 0:28 / /mnt/a\\040b rw - tmpfs tmpfs rw\nbroken line\n"
+        "31 25 0:28 / /mnt/a\\040b rw - tmpfs tmpfs rw\n"
     )
-    tree = Tree(grow("two-sockets", {"proc/self/mountinfo": text}))
-    mount = mount_at(tree, "/dev/shm")
-    assert mount is not None
-    assert (mount.options, mount.super_options) == ("ro", "rw,size=2k")
-    assert mount_at(tree, "/mnt/a b") is not None
+    found = collect(grow("two-sockets", {"proc/self/mountinfo": text}))
+    assert found["shm.mount"]["value"] == "tmpfs ro rw,size=2k"
 
 
 @pytest.mark.parametrize(
@@ -174,3 +170,11 @@ def test_the_fingerprint_leaves_out_what_changes_by_itself(grow: Grow) -> None:
     assert {name for name in base if base[name] != balanced[name]} == {"numa_balancing"}
     assert not {"load", "clock.cpu_mhz", "shm.free_bytes", "cgroup.headroom"} & base.keys()
     assert base["python"] == "absent: a recorded tree does not hold it"
+
+
+def test_counters_of_the_socket_link_are_named_or_missed(grow: Grow) -> None:
+    """Without an uncore unit the reason stands there; with one its name and that nothing is read from it."""
+    assert "a virtual machine hides them" in collect(grow("two-sockets"))["perf.uncore"]["reason"]
+    paths = {"sys/bus/event_source/devices/uncore_upi_0/type": "1", "sys/bus/event_source/devices/cpu/type": "4"}
+    found = collect(grow("two-sockets", {**paths, "proc/sys/kernel/perf_event_paranoid": "2"}))["perf.uncore"]
+    assert found["value"].startswith("uncore_upi_0; perf_event_paranoid 2; not read here")

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="vLLM's storage needs torch")
 pytest.importorskip("triton", reason="vLLM's modules need Triton")
 
 from pytest_engram.backends import load_backend, vllm_patch  # noqa: E402  after the skip
-from pytest_engram.backends.vllm_storage import EngineGroup  # noqa: E402
+from pytest_engram.backends.vllm_tables import EngineGroup  # noqa: E402
 from pytest_engram.numa import _syscalls, table  # noqa: E402
 from pytest_engram.numa.topology import read_topology  # noqa: E402
 

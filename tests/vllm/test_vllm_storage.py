@@ -12,7 +12,9 @@ from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 
 torch = pytest.importorskip("torch", reason="vLLM's storage needs torch")
 
-from pytest_engram.backends.vllm_storage import EngineGroup, EngineLayer  # noqa: E402  after the skip
+from pytest_engram.backends.vllm_storage import EngineLayer  # noqa: E402  after the skip
+from pytest_engram.backends.vllm_tables import EngineGroup  # noqa: E402
+from pytest_engram.numa.world import RankSpec, run_world  # noqa: E402
 
 ROWS, DIM = 8, 32
 
@@ -72,48 +74,6 @@ def engine_scope(backend):
     return vars(next(m for m in backend.engine.entries if "DPSharedEngramStorage" in vars(m) and "mmap" in vars(m)))
 
 
-def test_ranks_share_one_mapping(world):
-    """S2, S4: both ranks map one object; what the leader writes the follower reads, and the file is gone."""
-    (leader, follower), errors, cuda = world()
-    assert errors == [None, None]
-    leader.weight_scale_inv[3, 0] = 77
-    assert follower.weight_scale_inv[3, 0] == 77
-    assert len(set(cuda.registered)) == 2
-
-
-def test_unpinned_mapping_is_an_error_on_every_rank(world):
-    """S2, S3: a mapping that CUDA does not recognise fails everywhere with one text, and is unregistered."""
-    done, errors, cuda = world(pinned=False)
-    assert done == [None, None]
-    assert errors[0] == errors[1]
-    assert "did not pin the shared Engram mapping" in errors[0]
-    assert "EDP rank 0" in errors[0]
-    assert "EDP rank 1" in errors[0]
-    assert sorted(cuda.unregistered) == sorted(cuda.registered)
-
-
-def test_refused_registration_is_an_error_on_every_rank(world):
-    """S3: a refused registration names each rank, and nothing is unregistered that was not registered."""
-    _, errors, cuda = world(cuda=Cuda(refuse=2))
-    assert errors[0] == errors[1]
-    assert "cudaHostRegister failed" in errors[0]
-    assert cuda.unregistered == []
-
-
-def test_failed_creation_is_the_leaders_error_everywhere(world, vllm_backend, monkeypatch):
-    """S1: if the leader cannot create the file, every rank raises the same text and nobody waits."""
-
-    def refuse(**_):
-        raise OSError(28, "No space left")
-
-    monkeypatch.setitem(engine_scope(vllm_backend), "tempfile", types.SimpleNamespace(NamedTemporaryFile=refuse))
-    _, errors, cuda = world()
-    assert errors[0] == errors[1]
-    assert "EDP rank 0" in errors[0]
-    assert "No space left" in errors[0]
-    assert cuda.registered == []
-
-
 def test_one_failed_mapping_fails_both_ranks(world, vllm_backend, monkeypatch):
     """S3: one peer's failed mmap is raised by both; the good rank's registration is undone."""
     import mmap
@@ -133,18 +93,6 @@ def test_one_failed_mapping_fails_both_ranks(world, vllm_backend, monkeypatch):
     assert "Cannot allocate memory" in errors[0]
     assert len(cuda.registered) == 1
     assert cuda.unregistered == cuda.registered
-
-
-def test_last_view_unregisters_exactly_once(world):
-    """S5: dropping the storage does not unregister while a view lives; dropping the last view does, once."""
-    done, _, cuda = world()
-    view = done[0].weight[2:4]
-    own = view.untyped_storage().data_ptr()
-    done.clear()
-    assert own not in cuda.unregistered
-    assert len(cuda.unregistered) == 1  # the other rank's
-    del view
-    assert cuda.unregistered.count(own) == 1
 
 
 def test_only_the_leader_copies_and_each_load_is_a_barrier(world, two_ranks):
@@ -173,12 +121,20 @@ def test_only_the_leader_copies_and_each_load_is_a_barrier(world, two_ranks):
         assert torch.equal(got[1], scales)
 
 
-def test_replaced_parameter_is_refused(world):
-    """S7: a parameter whose memory is not the shared one is an error, not a private copy."""
-    done, _, _ = world()
-    done[0].get_views(done[0].weight, done[0].weight_scale_inv)
-    with pytest.raises(RuntimeError, match="must not be replaced"):
-        done[0].get_views(done[0].weight.clone(), done[0].weight_scale_inv)
+@pytest.mark.parametrize("unpinned", [None, 1])
+def test_two_processes_share_the_engines_storage(vllm_backend, vllm_version, unpinned):
+    """S2, S3, S4, S6: in processes of their own the ranks share bytes and barriers, or all tell the same error."""
+    if not vllm_backend.interpreted:
+        pytest.skip("the two processes of a GPU machine would both take its GPU")
+    specs = [RankSpec(env={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})] * 2
+    payload = {"spec": f"vllm@{vllm_version}", "unpinned": unpinned}
+    entry = f"{Path(__file__).parent / 'rank_entry.py'}:share"
+    seen = run_world(entry, payload, specs, deadline_s=120)
+    if unpinned is None:
+        assert seen == [[77, 3 * 33 * 4096, 0]] * 2
+    else:
+        assert seen[0] == seen[1]
+        assert "EDP rank 1: RuntimeError: cudaHostRegister did not pin" in seen[0]
 
 
 @pytest.fixture
@@ -193,9 +149,10 @@ def layer(vllm_backend):
     return made, *table, ids
 
 
-def test_prefetch_gives_the_rows(layer):
-    """L1, P6: prepared rows are the oracle's bits, in the staging buffer whose address stays."""
+def test_table_on_the_device_is_read_inline(layer):
+    """P7, L1: without offload there is no side stream; rows are the oracle's bits, at an address that stays."""
     made, weight, scales, ids = layer
+    assert made.module._prefetch_stream is None
     made.prepare(ids)
     first = made.embed(ids)
     expected = np.empty((5, 24, 64), np.uint16)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from pytest_engram.model import (
     RunRecord,
     TablePlan,
 )
-from pytest_engram.numa import _syscalls
+from pytest_engram.numa import _syscalls, mounts
 from pytest_engram.numa.backing import BACKINGS
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.populate import populate
@@ -42,6 +41,7 @@ SLOW = 10  # one emulating thread runs all virtual CPUs
 OUT = Path(os.environ.get("OUT", "."))
 HERE = Path(__file__).parent
 RANKS = (RankSpec(cpus=(0,)), RankSpec(cpus=(1,)))
+MPOL_MF_MOVE = 1 << 1
 CPUSET = Path("/sys/fs/cgroup/node0")
 
 
@@ -160,7 +160,7 @@ def move_with_a_second_mapper(group: Any, _payload: Any) -> list[Any]:
     """The leader asks for a move to node 1 while the peer maps the same pages."""
     table = build_table(group, asked("bind", 0, ranks=(0, 1)), BYTES)
     if group.rank == 0:
-        _syscalls.mbind(table.address, table.backing.nbytes, _syscalls.MPOL_BIND, (1,), _syscalls.MPOL_MF_MOVE)
+        _syscalls.mbind(table.address, table.backing.nbytes, _syscalls.MPOL_BIND, (1,), MPOL_MF_MOVE)
     return _audited(table, group)
 
 
@@ -184,6 +184,13 @@ def first_to_register(group: Any, payload: dict[str, Any]) -> list[Any]:
         return Registered()
 
     return _audited(build_table(group, asked("bind", 0, ranks=(0, 1)), BYTES, register=register, order="stock"), group)
+
+
+def mounted(group: Any, payload: Any) -> dict[str, Any]:
+    """Code that sets no policy, over a private /dev/shm whose mount has the asked one."""
+    plan = codec.from_builtins(payload, PlacementPlan)
+    receipt = mounts.enter(group, plan)
+    return {"told": receipt.detail, "audits": _audited(build_table(group, plan, BYTES, order="mounted"), group)}
 
 
 def peer_in_a_cpuset(group: Any, _payload: Any) -> list[Any]:
@@ -229,10 +236,3 @@ class Registered:
 
     def close(self) -> None:
         """Nothing was pinned."""
-
-
-def stock_here() -> None:
-    """Print where stock code's pages lie for this process and its /dev/shm (run under another mount)."""
-    with built(asked("default"), order="stock") as stock:
-        shown = stock.distributions[-1]
-        print(json.dumps({"nodes": nodes_of(stock), "text": shown.policy_text}))

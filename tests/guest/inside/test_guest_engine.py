@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from pytest_engram.backends import vllm_patch  # noqa: E402
 from pytest_engram.backends.vllm_source import PINNED  # noqa: E402
 from pytest_engram.backends.vllm_storage import EngineGroup  # noqa: E402
 from pytest_engram.model import Moment, PageDistribution, PlacementPlan  # noqa: E402
-from pytest_engram.numa import _syscalls, pages  # noqa: E402
+from pytest_engram.numa import _syscalls, mounts, pages  # noqa: E402
 from pytest_engram.numa.topology import read_topology  # noqa: E402
 
 ROWS, DIM = 61_440, 256
@@ -100,9 +101,13 @@ def storage() -> Any:
     return kind
 
 
-def rank_of(kind: Any, group: Pair, turn: Any, first: int, policy: str, task: Sequence[int]) -> dict[str, Any]:
+def rank_of(
+    kind: Any, group: Pair, turn: Any, first: int, policy: str, task: Sequence[int], mount: PlacementPlan | None
+) -> dict[str, Any]:
     """One rank: construct, load, audit three times; its pages and whether it sees the checkpoint."""
     os.sched_setaffinity(0, {group.rank})
+    if mount:
+        mounts.enter(group, mount)  # type: ignore[arg-type]
     if task:
         _syscalls.set_mempolicy(_syscalls.MPOL_BIND, (task[group.rank],))
     os.environ[vllm_patch.ENVIRONMENT] = policy
@@ -127,7 +132,7 @@ def rank_of(kind: Any, group: Pair, turn: Any, first: int, policy: str, task: Se
 
 
 def constructed(
-    kind: Any, *, first: int, policy: str = "", task: Sequence[int] = ()
+    kind: Any, *, first: int, policy: str = "", task: Sequence[int] = (), mount: PlacementPlan | None = None
 ) -> tuple[tuple[PageDistribution, ...], set[str]]:
     """(Audits of both ranks, the objects that they map); rank r runs on the CPU of node r."""
     (a, b), (turn_a, turn_b) = FORK.Pipe(), FORK.Pipe()
@@ -135,7 +140,7 @@ def constructed(
 
     def run(rank: int, pipe: Any, turn: Any) -> None:
         torch.set_num_threads(1)
-        answers[rank][1].send(rank_of(kind, Pair(rank, pipe), turn, first, policy, task))
+        answers[rank][1].send(rank_of(kind, Pair(rank, pipe), turn, first, policy, task, mount))
 
     ranks = [FORK.Process(target=run, args=(0, a, turn_a)), FORK.Process(target=run, args=(1, b, turn_b))]
     for process in ranks:
@@ -172,6 +177,18 @@ def test_stock_follows_the_registering_ranks_policy(storage: Any) -> None:
     audits, _ = constructed(storage, first=0, task=(1, 0))
     assert [sorted(audit.pages) for audit in audits] == [[1]] * 6
     told("rank 0 on node 0 with task policy bind:1 registers first", "stock", None, audits)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_private_mount_flips_stock_placement(storage: Any, node: int) -> None:
+    """vLLM's own allocator over a /dev/shm with ``mpol=bind:N``: its pages are there, though the other registers."""
+    before, asked = Path("/proc/mounts").read_text(), guestkit.asked("bind", node, ranks=(0, 1))
+    audits, objects = constructed(storage, first=1 - node, mount=asked)
+    assert [sorted(audit.pages) for audit in audits] == [[node]] * 6
+    assert len(objects) == 1
+    situation = f"private /dev/shm mpol=bind:{node}, rank {1 - node} registers first"
+    assert told(situation, "stock", asked, audits) == "as-asked"
+    assert Path("/proc/mounts").read_text() == before
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -13,6 +13,7 @@ import guestkit
 import pytest
 
 from pytest_engram.errors import UsageError
+from pytest_engram.numa import capacity
 from pytest_engram.numa.topology import read_topology
 
 TOO_MUCH = 620 * guestkit.MIB  # node 3 has 512 MiB
@@ -82,10 +83,11 @@ def test_a_memory_less_node_is_refused() -> None:
     assert codes == ["memoryless-node", "too-large"]
 
 
-def test_preferred_spills_and_is_seen() -> None:
+def test_preferred_spills_and_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """K19: PREFERRED on a node that is too small spills without an error; gate 1 reads the pages."""
     plan = guestkit.asked("preferred", 3, backing="memfd")
-    with guestkit.built(plan, TOO_MUCH, reserve_bytes=64 * guestkit.MIB) as table:
+    monkeypatch.setattr(capacity, "default_reserve", lambda *_: 64 * guestkit.MIB)  # twice the table are not left free
+    with guestkit.built(plan, TOO_MUCH) as table:
         code, seen = guestkit.gate_one(plan, table.distributions), guestkit.pages_text(table.distributions[-1])
         assert len(guestkit.nodes_of(table)) > 1
     guestkit.say("faults", f"{f'PREFERRED spills on a full node ({seen})':60}", f"{'gate 1':26}", code)

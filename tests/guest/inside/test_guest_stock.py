@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import guestkit
 import pytest
 
+from pytest_engram import codec
 from pytest_engram.numa import _syscalls
+from pytest_engram.numa.world import RankSpec
 
 
 @pytest.fixture
@@ -60,24 +58,17 @@ def test_the_first_peer_to_register_decides(first: int) -> None:
 
 
 def test_a_private_mount_flips_stock_placement(home: None) -> None:
-    """A tmpfs with ``mpol=`` over /dev/shm in a private mount namespace decides for code that sets no policy."""
+    """A tmpfs with ``mpol=`` over the ranks' /dev/shm decides for code that sets no policy; the machine's stays."""
     os.sched_setaffinity(0, {0})
-    before = Path("/proc/mounts").read_text()
-    here = Path("/dev/shm").stat().st_dev
-    found = {mpol: _stock_under(mpol) for mpol in ("default", "bind:1", "interleave:0-1")}
-    assert {mpol: one["nodes"] for mpol, one in found.items()} == {
-        "default": [0], "bind:1": [1], "interleave:0-1": [0, 1]
-    }  # fmt: skip
-    assert (Path("/proc/mounts").read_text(), Path("/dev/shm").stat().st_dev) == (before, here)
-    for mpol, one in found.items():
-        guestkit.say("stock", f"private /dev/shm mpol={mpol}, on CPU 0", f"stock: nodes {one['nodes']}", one["text"])
-
-
-def _stock_under(mpol: str) -> dict[str, Any]:
-    mount = f"mount -t tmpfs -o size=256m,mpol={mpol} tmpfs /dev/shm"
-    call = f'{sys.executable} -c "import guestkit; guestkit.stock_here()"'
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f"{mount} && exec {call}"], capture_output=True, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    before = Path("/proc/mounts").read_text(), Path("/dev/shm").stat().st_dev
+    with guestkit.built(guestkit.asked("default"), order="stock") as stock:
+        assert guestkit.nodes_of(stock) == [0]
+    for mode, nodes in (("bind", (1,)), ("interleave", (0, 1)), ("preferred", (1,))):
+        asked = guestkit.asked(mode, *nodes, ranks=(0, 1))
+        told = guestkit.world("mounted", codec.to_builtins(asked), ranks=(RankSpec(cpus=(0,)),) * 2)
+        audits = guestkit.distributions(audit for rank in told for audit in rank["audits"])
+        assert [sorted(audit.pages) for audit in audits] == [list(nodes)] * 6
+        assert guestkit.gate_one(asked, audits) == "as-asked"
+        told_words = told[1]["told"].partition(" of ")[0]
+        guestkit.say("stock", "ranks on CPU 0", f"stock: nodes {nodes}", told_words)
+    assert (Path("/proc/mounts").read_text(), Path("/dev/shm").stat().st_dev) == before

@@ -1,0 +1,92 @@
+"""What vLLM's Engram files decide at start-up: token map, shards, padding, and who shares tables with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from pytest_engram.backends.vllm_light import LightEngine, Surroundings
+from pytest_engram.errors import NotMeasurable
+
+
+class VllmLaunch:
+    """The part of the backend that needs no kernel."""
+
+    engine: LightEngine
+    around: Surroundings
+    tensor: Callable[[Any], Any]
+
+    def token_map(self, tokens: Any) -> tuple[Any, int]:
+        """vLLM's ``build_compressed_token_map`` of (text, raw token) pairs; it normalises with ``tokenizers``."""
+        try:
+            import_module("tokenizers")
+        except ImportError as error:
+            raise NotMeasurable(str(error), code="no-tokenizers", way_out="pip install tokenizers") from None
+        return self.engine.get("build_compressed_token_map")(_Tokenizer(tokens))  # type: ignore[no-any-return]
+
+    def sharing(self, *, offload: bool, replicas: int, elastic: bool = False) -> None:
+        """What vLLM's ``ParallelEngramEmbedding`` refuses; elastic groups are refused by its configuration."""
+        if elastic:
+            self.elsewhere()
+        with self._one_of(replicas):
+            self.engine.get("ParallelEngramEmbedding")(1, 32, (1,), 32, cpu_offload=offload, dp_shared_memory=True)
+
+    def shard_rank(self, tp_rank: int, dp_rank: int, dp_size: int) -> int:
+        """vLLM's ``engram_head_shard_rank``."""
+        with self._one_of(dp_size, dp_rank, tp_rank=tp_rank):
+            return int(self.engine.get("engram_head_shard_rank")())
+
+    def padded_ids(self, ids: Any, tokens_across_dp: Any, group: slice) -> Any:
+        """What vLLM's ``gather_engram_hashes`` sends for the first replica of ``group``."""
+        counts = None if tokens_across_dp is None else import_module("torch").tensor(tokens_across_dp)
+        known = None if counts is None else SimpleNamespace(num_tokens_across_dp_cpu=counts)
+        with self._one_of(group.stop - group.start, forward=SimpleNamespace(dp_metadata=known)):
+            return self.engine.get("gather_engram_hashes")(self.tensor(ids))
+
+    def may_share(self, nbytes: int, *, shm: str, replicas: int) -> bool:
+        """vLLM's ``can_share_engram_tables``."""
+        decide = self.engine.get("can_share_engram_tables")
+        scope, layout = decide.__globals__, SimpleNamespace(num_embeddings=(nbytes // 33,), head_dim=32)
+        before, scope["SHM_PATH"] = scope["SHM_PATH"], shm
+        try:
+            with self._one_of(replicas):
+                return bool(decide(layout))
+        finally:
+            scope["SHM_PATH"] = before
+
+    def elsewhere(self, *_: Any, **__: Any) -> Any:
+        """What vLLM decides outside its Engram files, which are all that the light way loads."""
+        raise NotMeasurable("vLLM decides that outside its Engram files", code="not-in-engram-files")
+
+    parameter_name = sharing_group = fits = elsewhere
+
+    @contextmanager
+    def _one_of(self, replicas: int, rank: int = 0, **fields: Any) -> Iterator[None]:
+        """One rank of a DP group whose collectives give back what it sends; ``fields`` of its surroundings."""
+        own = {"all_gather": lambda value, **_: value, "broadcast_object": lambda value: value}
+        fields["group"] = SimpleNamespace(world_size=replicas, rank_in_group=rank, **own) if replicas > 1 else None
+        before = {name: getattr(self.around, name) for name in fields}
+        try:
+            for name, value in fields.items():
+                setattr(self.around, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self.around, name, value)
+
+
+class _Tokenizer(list[Any]):
+    """As much of a tokenizer as vLLM asks, over (text, raw token) pairs."""
+
+    backend_tokenizer = property(lambda self: self)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """The text of one id; special tokens stay."""
+        return None if skip_special_tokens else self[ids[0]][0]
+
+    def id_to_token(self, index: int) -> Any:
+        """The raw token."""
+        return self[index][1]

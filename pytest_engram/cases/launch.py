@@ -1,0 +1,99 @@
+"""The contract cases of what an engine's launcher and loader decide: L12, S8–S10 and S12.
+
+Each asks one optional method of the backend, which raises ``NotMeasurable`` where that part of it is out of reach.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from pytest_engram.cases.case import Case, Finding, Probe, refused
+
+_HUGE = 1 << 60  # bytes: more than any tmpfs has
+_SHM = "/dev/shm"  # noqa: S108 - where shared tables lie
+
+
+def scale_names(probe: Probe) -> Finding | None:
+    """``.scale`` and ``.weight_scale`` of an Engram table are its ``weight_scale_inv``; other names stay."""
+    name, table = probe.optional("parameter_name"), "layers.1.engram.embed"
+    for kind, wanted in (("scale", "weight_scale_inv"), ("weight_scale", "weight_scale_inv"), ("weight", "weight")):
+        if found := _unequal(name(f"{table}.{kind}"), f"{table}.{wanted}", kind):
+            return found
+    return _unequal(name("layers.1.mlp.scale"), "layers.1.mlp.scale", "another module's scale")
+
+
+def explicit_sharing(probe: Probe) -> Finding | None:
+    """Explicit sharing without offload, or without a second replica to share with, is an error at start."""
+    share = probe.optional("sharing")
+    return refused(partial(share, offload=False, replicas=2), "sharing without offload") or refused(
+        partial(share, offload=True, replicas=1), "sharing with nobody"
+    )
+
+
+def elastic_sharing(probe: Probe) -> Finding | None:
+    """Explicit sharing in an elastic group, whose ranks come and go, is an error at start."""
+    share = probe.optional("sharing")
+    return refused(partial(share, offload=True, replicas=2, elastic=True), "sharing in an elastic group")
+
+
+def node_layouts(probe: Probe) -> Finding | None:
+    """Replicas share within a host only: contiguous whole replicas, as many on every host, else nobody does."""
+    group = probe.optional("sharing_group")
+    layouts = (
+        ("2 hosts of 8 ranks, replicas of 2", [0] * 8 + [1] * 8, 2, 4), ("one host", [0] * 4, 1, 4),
+        ("interleaved hosts", [0, 1] * 4, 1, 1), ("interleaved halves of replicas", [0, 1] * 4, 2, 1),
+        ("3 and 5 ranks", [0] * 3 + [1] * 5, 1, 1), ("3 and 4 ranks", [0] * 3 + [1] * 4, 1, 1),
+    )  # fmt: skip
+    found = (_unequal(group(nodes, replica), wanted, name) for name, nodes, replica, wanted in layouts)
+    return next((each for each in found if each), None)
+
+
+def fallbacks(probe: Probe) -> Finding | None:
+    """Without /dev/shm, room in it, or a co-located replica the tables are not shared, and a warning says so."""
+    may_share = probe.optional("may_share")
+    places = (("no tmpfs", 33, "/nonexistent", 2), ("a full tmpfs", _HUGE, _SHM, 2), ("alone", 33, _SHM, 1))
+    for name, nbytes, shm, replicas in places:
+        with _warnings() as told:
+            answer = may_share(nbytes, shm=shm, replicas=replicas)
+        if answer or not told:
+            return Finding(detail=name, expected="no, with a warning", seen=f"{answer}, {len(told)} warnings")
+    return _unequal(may_share(33, shm=_SHM, replicas=2), True, "room and a replica")  # noqa: FBT003
+
+
+def short_cgroup(probe: Probe) -> Finding | None:
+    """A memory cgroup with less room than the table is worth a line in the log, and no refusal."""
+    fits = partial(probe.optional("fits"), 1 << 20, cgroup_free=1 << 10)
+    if refused(fits, "") is None:
+        return Finding(detail="refused", expected="a line in the log", seen="an error")
+    return None
+
+
+def _unequal(seen: Any, expected: Any, what: str) -> Finding | None:
+    return None if seen == expected else Finding(detail=what, expected=str(expected), seen=str(seen))
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What is logged as a warning, by whichever logger."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+LAUNCH_CASES = (
+    Case("scale-names", "L12", "launch", scale_names),
+    Case("explicit-sharing", "S8", "launch", explicit_sharing),
+    Case("elastic-sharing", "S8", "launch", elastic_sharing),
+    Case("node-layouts", "S9", "launch", node_layouts),
+    Case("fallbacks", "S10", "launch", fallbacks),
+    Case("short-cgroup", "S12", "launch", short_cgroup),
+)

@@ -1,0 +1,91 @@
+"""What arms, batch sizes and peers at work amount to: readings that explain the gates' effects and feed none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean, median
+
+from pytest_engram import metrics
+from pytest_engram.experiment_rules import settings
+from pytest_engram.gates.comparison import Case
+from pytest_engram.gates.timing import validity
+from pytest_engram.model import RunRecord, Status, SweepSample, Timeline, Verdict
+
+Cell = dict[int, SweepSample]  # of each rank
+
+
+def unfit(case: Case, verdict: Verdict, last: int = 1) -> str | None:
+    """Why these timings explain nothing: a gate up to ``last`` is not PASS, any is INVALID, or validity says so."""
+    for gate in verdict.gates:
+        if gate.status is Status.INVALID or (gate.gate <= last and gate.status is not Status.PASS):
+            return f"gate {gate.gate} {gate.name} is {gate.status.value}: {gate.reason}"
+    fault = next(validity(case), None)
+    return f"{fault.reason}: {fault.observed}" if fault else None
+
+
+def samples(run: RunRecord, ranks: int) -> Iterator[SweepSample]:
+    """Every batch size of a run alike: its own, which has no quiet twin, as one more of its sweep."""
+    for one in run.overlap:
+        steps = [metrics.totals(line) for line in one.timelines if line.lookups]
+        if steps:
+            lookup_ns, exposed_ns = zip(*steps, strict=True)
+            yield SweepSample(
+                rank=one.rank, tokens=one.timelines[0].tokens, peers=ranks, lookup_ns=lookup_ns, exposed_ns=exposed_ns,
+                main_ns=tuple(ns for work in run.compute if work.rank == one.rank for ns in work.main_ns),
+                quiet_main_ns=(), source_bytes=one.source_bytes,
+            )  # fmt: skip
+    yield from run.sweep
+
+
+def cells(run: RunRecord, ranks: int) -> dict[tuple[int, int], Cell]:
+    """(tokens, peers at work) -> each rank's sample, of those with a lookup."""
+    found: dict[tuple[int, int], Cell] = {}
+    for one in samples(run, ranks):
+        if one.lookup_ns:
+            found.setdefault((one.tokens, one.peers), {})[one.rank] = one
+    return found
+
+
+def rate(found: Iterable[SweepSample], peers: int) -> float:
+    """Bytes per second that ``peers`` ranks read together: peers · mean over ``found`` of source bytes / median ΣL."""
+    return 1e9 * peers * fmean(one.source_bytes / max(median(one.lookup_ns), 1) for one in found)
+
+
+def slowdown(found: Iterable[SweepSample]) -> float | None:
+    """Median of main / quiet main − 1: what the lookups beside it cost the main compute; None where it has no twin."""
+    both = [(median(one.main_ns), median(one.quiet_main_ns)) for one in found if one.main_ns and one.quiet_main_ns]
+    return median(main / max(quiet, 1) - 1 for main, quiet in both) if both else None
+
+
+def layer_times(runs: Sequence[RunRecord]) -> dict[int, float]:
+    """First layer of a stretch -> median over marked steps of the ns that its pieces take, waits excluded."""
+    found: dict[int, list[int]] = {}
+    for _, line in marked_steps(runs):
+        for layer in sorted({span.layer for span in line.spans}):
+            found.setdefault(layer, []).append(sum(s.end - s.start for s in line.spans if s.layer == layer))
+    return {layer: median(times) for layer, times in sorted(found.items())}
+
+
+def stretch(first: int, known: Iterable[int], layers: int) -> str:
+    """``2–13``: the layers from ``first`` to the next one of ``known`` (first layers of stretches)."""
+    last = min((other for other in known if other > first), default=layers) - 1
+    return str(first) if last == first else f"{first}–{last}"
+
+
+def named(case: Case, arm: str) -> str:
+    """An arm as a person calls it: ``cap 16``, ``cap 66 (default)``, ``submission early``."""
+    value = settings(case.experiment, arm)[case.experiment.variable]
+    if case.experiment.variable == "cap" and value is None:
+        value = f"{max((str(grid) for *_, grid in launches(case, arm)), key=int, default='unknown')} (default)"
+    return f"{case.experiment.variable} {value}".replace("_", " ")
+
+
+def launches(case: Case, arm: str) -> frozenset[tuple[int, int, int, int]]:
+    """(rank, layer, rows, grid) of everything that ran."""
+    found = marked_steps(case.of(arm))
+    return frozenset((line.rank, mark.layer, mark.rows, mark.grid) for _, line in found for mark in line.lookups)
+
+
+def marked_steps(runs: Sequence[RunRecord]) -> Iterator[tuple[int, Timeline]]:
+    """(the timer's resolution, timeline) of every marked step with a lookup."""
+    return ((one.resolution_ns, line) for run in runs for one in run.overlap for line in one.timelines if line.lookups)

@@ -1,0 +1,95 @@
+"""The virtual GPU keeps CUDA's order of streams, events and graphs, and no order that nobody asked for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from pytest_engram.backends.reference import ReferenceBackend
+from pytest_engram.backends.virtual import KERNEL_NS, VirtualCuda
+from pytest_engram.checks import CASES, check, explain
+
+MS = 1_000_000
+
+
+class StreamsOnly(ReferenceBackend):
+    """The reference whose prefetch queue is the one for GPUs."""
+
+    prefetch = None  # type: ignore[assignment]
+
+
+def order(*, producer: bool, consumer: bool, late: str) -> list[str]:
+    """A write on the main stream, a read and a result on a side stream, its use on the main one."""
+    cuda, log = VirtualCuda(), list[str]()
+    side, done = cuda.Stream(), cuda.Event()
+    if late == "main":
+        cuda.spin(MS)
+    cuda.launch(partial(log.append, "write"))
+    if producer:
+        side.wait_stream(cuda.current_stream())
+    with cuda.stream(side):
+        if late == "side":
+            cuda.spin(MS)
+        cuda.launch(partial(log.append, "read"))
+        done.record(side)
+    if consumer:
+        cuda.current_stream().wait_event(done)
+    cuda.launch(partial(log.append, "use"))
+    assert log == []
+    cuda.synchronize()
+    return log
+
+
+@pytest.mark.parametrize("late", ["main", "side"])
+def test_declared_dependencies_hold(late: str) -> None:
+    """With both waits the order is the declared one, whichever stream is late."""
+    assert order(producer=True, consumer=True, late=late) == ["write", "read", "use"]
+
+
+def test_missing_dependencies_show() -> None:
+    """Without a wait the late stream is overtaken, every time."""
+    assert order(producer=False, consumer=True, late="main") == ["read", "write", "use"]
+    assert order(producer=True, consumer=False, late="side") == ["write", "use", "read"]
+
+
+def test_events_tell_virtual_time() -> None:
+    """Elapsed time is the time of what lies between two records on their streams."""
+    cuda = VirtualCuda()
+    begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    begin.record(cuda.current_stream())
+    cuda.spin(3 * MS)
+    cuda.launch(int)
+    end.record(cuda.current_stream())
+    cuda.synchronize()
+    assert begin.elapsed_time(end) == 3 + KERNEL_NS / MS
+
+
+def test_a_graph_runs_at_its_replays_only() -> None:
+    """A capture runs nothing; each replay runs all of it, behind what came before and ahead of what follows."""
+    cuda, log = VirtualCuda(), list[str]()
+    graph, side = cuda.CUDAGraph(), cuda.Stream()
+    with cuda.graph(graph):
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            cuda.spin(MS)
+            cuda.launch(partial(log.append, "captured"))
+        cuda.current_stream().wait_stream(side)
+    cuda.synchronize()
+    assert log == []
+    for _ in range(2):
+        cuda.launch(partial(log.append, "before"))
+        graph.replay()
+        side.wait_stream(cuda.current_stream())
+        with cuda.stream(side):
+            cuda.launch(partial(log.append, "after"))
+    cuda.synchronize()
+    assert log == ["before", "captured", "after"] * 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.capability == "prefetch"], ids=lambda case: case.name)
+def test_the_gpu_queue_keeps_the_contract(case) -> None:  # type: ignore[no-untyped-def]
+    """P1–P9: this package's own stream-ordered queue, as the CUDA engine uses it, in virtual time."""
+    pytest.importorskip("torch", reason="CUDA streams need torch")
+    sample = check(StreamsOnly(), case)
+    assert sample.passed, explain(sample)
