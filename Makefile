@@ -30,7 +30,8 @@ numa-guest: $(STAMP)
 conformance: $(TORCH)
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --dest .cache vllm==0.31.0
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --dest .cache vllm==0.33.0
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/pytest-engram conformance vllm@0.31.0 vllm@0.33.0 reference
+	$(BIN)/pip install --quiet --no-deps tokenizers
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/pytest-engram conformance vllm@0.31.0 vllm@0.33.0 reference > reports/run-interpreter.md
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 PYTEST_ENGRAM_CONFORMANCE=1 $(BIN)/pytest tests/vllm -q -m "not gpu"
 
 pyz: $(STAMP)

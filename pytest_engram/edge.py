@@ -12,7 +12,7 @@ from _pytest.mark.expression import Expression
 
 from pytest_engram import gates
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
-from pytest_engram.model import Problem, Status, Verdict
+from pytest_engram.model import Evidence, Problem, Status, Verdict
 from pytest_engram.report import benchmark, records, terminal
 from pytest_engram.report.benchmark import json_path
 from pytest_engram.session import Outcome, Session
@@ -89,7 +89,7 @@ class Edge:
         """Remember which experiments this run owes a verdict; refuse what cannot fit before the first sample."""
         for item in session.items:
             params = getattr(getattr(item, "callspec", None), "params", {})
-            if "engram_experiment" in params and "engram_arm" not in params:
+            if isinstance(params.get("engram_experiment"), str) and "engram_arm" not in params:  # else: none to choose
                 self.session.selected.add(params["engram_experiment"])
         if self.session.forced is None:
             for answer in self.config.hook.pytest_engram_provenance(config=self.config):
@@ -110,12 +110,14 @@ class Edge:
         if verdict.status is not Status.PASS and self.enforcing:
             pytest.fail(text, pytrace=False)
 
+    def evidence(self, outcome: Outcome) -> Evidence:
+        """What was measured; without it, skip as the experiment's own item does."""
+        return outcome.evidence or _skip(outcome.verdict)
+
     def publish(self, outcome: Outcome, arm: str, request: pytest.FixtureRequest) -> None:
-        """Replay an arm's samples through pytest-benchmark; without them, skip as the experiment's own item does."""
-        if outcome.evidence is None:
-            _skip(outcome.verdict)
+        """Replay an arm's samples through pytest-benchmark."""
         try:
-            benchmark.publish(request, outcome.evidence, arm)
+            benchmark.publish(request, self.evidence(outcome), arm)
         except NotMeasurable as absent:
             pytest.skip(f"{Status.NOT_MEASURED.value}: {absent}")
 

@@ -46,7 +46,7 @@ _VARIABLES: dict[str, Bound] = {
     "cap": (lambda cap: cap is None or (type(cap) is int and cap > 0), "null or a number of programs"),
     "backend": _NAME,
     "wait": (("layer", "stream").__contains__, "layer (its own lookup) or stream (all that was submitted)"),
-    "inline_above": (lambda most: most is None or (type(most) is int and most > 0), "null or a number of tokens"),
+    "inline_above": (lambda most: most is None or (type(most) is int and most >= 0), "null or a number of tokens"),
     "streams": (lambda count: type(count) is int and count in (1, 2), "1, or 2 as a negative control"),
     "graph": (lambda on: type(on) is bool, "true (replay a CUDA graph) or false"),
 }
@@ -68,8 +68,8 @@ _POSITIVE: Bound = (lambda value: 0 < value < math.inf, "above 0 and finite")
 _BOUNDS: dict[str, Bound] = {
     "id": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*").fullmatch, "letters, digits, - and _"),
     "variable": _among(*_VARIABLES),
-    "unit": _among("allocation", "replay", "server"),
-    "subject": _among("suite loop", "engine modules", "served engine"),
+    "unit": _among("allocation", "replay"),
+    "subject": _among("suite loop"),
     "engines": (lambda names: bool(names) and {*names} <= {"cpu", "cuda"}, "one or both of cpu, cuda"),
     "blocks": _from(MINIMUM_BLOCKS, " blocks: with fewer no signed-rank test can decide"),
     "alpha": (lambda level: 0 < level <= 0.05, "a one-sided level above 0 and up to 0.05; 0.025 is usual"),

@@ -14,21 +14,9 @@ from pytest_engram.layout import EngramLayout, HeadShard, head_shard, shard_rank
 from pytest_engram.tokens import build_token_map, synthetic_token_map
 
 __all__ = [
-    "DEAD_ID",
-    "IMAGE_SENTINEL_ID",
-    "EngramLayout",
-    "HashBatch",
-    "HeadShard",
-    "SlotCache",
-    "build_token_map",
-    "dummy_ids",
-    "hash_ids",
-    "head_shard",
-    "padded_ids",
-    "shard_rank",
-    "synthetic_token_map",
-    "window_row",
-]
+    "DEAD_ID", "IMAGE_SENTINEL_ID", "EngramLayout", "HashBatch", "HeadShard", "SlotCache", "build_token_map",
+    "dummy_ids", "hash_ids", "head_shard", "padded_ids", "shard_rank", "synthetic_token_map", "window_row",
+]  # fmt: skip
 
 DEAD_ID = -1  # a hash id without a row, and the slot-cache value of a token that takes part in no n-gram
 IMAGE_SENTINEL_ID = 129_264

@@ -27,10 +27,10 @@ from statistics import fmean, median
 
 from pytest_engram import metrics, stats
 from pytest_engram.experiment_rules import settings
-from pytest_engram.gates.comparison import Case, percent
+from pytest_engram.gates.comparison import Case, marked_steps, percent
 from pytest_engram.gates.placement import prediction
 from pytest_engram.model import Adjudication, Evidence, LookupMark, RunRecord, Timeline, Verdict
-from pytest_engram.sweeps import Cell, cells, launches, marked_steps, named, rate, unfit
+from pytest_engram.sweeps import Cell, cells, named, rate, unfit
 
 MOVED = 0.05  # a lookup time or a counter that changes by less has barely moved
 LAUNCH_BOUND = 2.0
@@ -243,7 +243,7 @@ def _harder(case: Case, arm: str) -> int:
 def _eager(case: Case, arm: str) -> tuple[bool, int]:
     chosen, tokens = settings(case.experiment, arm), case.experiment.workload.tokens
     inline = chosen["inline_above"] is not None and tokens > chosen["inline_above"]
-    return chosen["submission"] == "early" and not inline, max((grid for *_, grid in launches(case, arm)), default=0)
+    return chosen["submission"] == "early" and not inline, max((grid for *_, grid in case.launches(arm)), default=0)
 
 
 def _earlier(run: RunRecord) -> float | None:

@@ -68,11 +68,6 @@ def staging_bytes(tokens: int, padded_heads: int, dim: int) -> int:
     return 2 * tokens * padded_heads * dim
 
 
-def table_bytes(layout: EngramLayout) -> tuple[int, ...]:
-    """Bytes of each layer's table: values and scales of all its rows."""
-    return tuple(rows * row_bytes(layout.head_dim, layout.block) for rows in layout.num_embeddings)
-
-
 def step_bytes(
     tokens: int, layout: EngramLayout, *, shards: int = 1, shard: int = 0, hidden: int | None = None
 ) -> ByteLedger:

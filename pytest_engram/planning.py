@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_engram import gates, ledger, policies, schedule
-from pytest_engram.errors import NotMeasurable, UsageError
+from pytest_engram.errors import NotMeasurable
 from pytest_engram.experiment_rules import settings
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Experiment, PlacementPlan, Plan, Topology
 from pytest_engram.needs import requirement
 from pytest_engram.numa.mounts import mount_policy
 
-ROW_BYTES = 264
 DEFAULT_TABLE_BYTES = 24 << 30
 MEMORY_SHARE = 8  # the default table takes at most this fraction of a node: bystanders come first
 
@@ -38,20 +37,15 @@ def make_plan(experiment: Experiment, topology: Topology, choices: Choices) -> P
     problem = requirement(experiment, topology, choices.engine, choices.engines)
     if problem is not None:
         raise NotMeasurable(problem.message, code=problem.code, who=experiment.id)
-    if choices.blocks is not None and choices.blocks < schedule.MINIMUM_BLOCKS:
-        raise UsageError(
-            f"{choices.blocks} pairs", code="too-few-blocks", where="--engram-pairs",
-            expected=f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %",
-        )  # fmt: skip
     experiment = replace(experiment, blocks=choices.blocks or experiment.blocks)
-    placements = {arm: _placement(experiment, arm, topology) for arm in experiment.arms}
+    placements = {arm: _placement(experiment, arm, topology, choices.engine) for arm in experiment.arms}
     rows = table_rows(experiment, topology, choices.rows, copies=max(len(p.tables) for p in placements.values()))
     backends = {arm: _backend(experiment, arm, choices) for arm in experiment.arms}
     extra: dict[str, Any] = {"rows": rows, "engine": choices.engine, "backends": backends}
     return Plan(
         experiment=experiment, schedule=schedule.make(experiment, choices.seed), seed=choices.seed,
         protocol_hash=gates.protocol_hash(experiment, choices.seed, extra), **extra, placements=placements,
-        cpus=rank_cpus(topology, experiment.ranks),
+        cpus=rank_cpus(topology, experiment.ranks, choices.engine),
     )  # fmt: skip
 
 
@@ -80,22 +74,32 @@ def table_rows(experiment: Experiment, topology: Topology, asked: int | str | No
         return int(asked)
     room = min((node.available_bytes for node in topology.memory_nodes), default=0) // (MEMORY_SHARE * copies)
     budget = min(DEFAULT_TABLE_BYTES, 1 << max(room.bit_length() - 1, 20))
-    return budget // (ROW_BYTES * layers)
+    return budget // (ledger.row_bytes(EngramLayout.deepseek_v41().head_dim) * layers)
 
 
-def rank_cpus(topology: Topology, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """CPUs per rank: one NUMA node's CPUs each where there are enough nodes, else an even split of the allowed."""
+def rank_cpus(topology: Topology, ranks: int, engine: str = "cpu") -> tuple[tuple[int, ...], ...]:
+    """CPUs per rank: a share of its GPU's NUMA node where every GPU's is known, else one node's CPUs each where there
+    are enough nodes, else an even split of the allowed."""
     allowed = topology.cpus_allowed or tuple(sorted(os.sched_getaffinity(0)))
-    homes = list(filter(None, (tuple(c for c in node.cpus if c in allowed) for node in topology.memory_nodes)))
+    own = {node.id: tuple(cpu for cpu in node.cpus if cpu in allowed) for node in topology.nodes}
+    near = [gpu.numa_node for gpu in topology.gpus[:ranks]] if engine == "cuda" else []
+    if len(near) == ranks and all(node is not None and own.get(node) for node in near):
+        shares = enumerate(node for node in near if node is not None)
+        return tuple(_share(own[node], near[:rank].count(node), near.count(node)) for rank, node in shares)
+    homes = list(filter(None, (own[node.id] for node in topology.memory_nodes)))
     if ranks > 1 and len(homes) >= ranks:
         return tuple(homes[:ranks])
-    share = max(1, len(allowed) // ranks)
-    return tuple(allowed[(r * share) % len(allowed) :][:share] for r in range(ranks))
+    return tuple(_share(allowed, rank, ranks) for rank in range(ranks))
 
 
-def _placement(experiment: Experiment, arm: str, topology: Topology) -> PlacementPlan:
+def _share(cpus: tuple[int, ...], index: int, parts: int) -> tuple[int, ...]:
+    size = max(1, len(cpus) // parts)
+    return cpus[(index * size) % len(cpus) :][:size]
+
+
+def _placement(experiment: Experiment, arm: str, topology: Topology, engine: str) -> PlacementPlan:
     chosen, shared = settings(experiment, arm), experiment.workload.tensor_parallel
-    homes = [topology.node_of_cpu(cpus[0]) for cpus in rank_cpus(topology, experiment.ranks)]
+    homes = [topology.node_of_cpu(cpus[0]) for cpus in rank_cpus(topology, experiment.ranks, engine)]
     policy, backing = str(chosen["policy"]), str(chosen["backing"])
     plan = policies.resolve(policy, topology, experiment.ranks, backing=backing, rank_nodes=homes)
     if plan.notes and not (shared and len(plan.tables) == experiment.ranks):  # a split

@@ -19,6 +19,8 @@ MARKERS = (
     "engram_experiments(variable, ...): parametrise `engram_experiment` over the experiments that change it",
 )
 
+_DEVICES = ("gpu", "multigpu")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Everything a user may choose; values are checked at start-up."""
@@ -58,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     except EngramError as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(edge, "engram-edge")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` or `multigpu(n)` where there are fewer CUDA devices than it needs."""
+    needed = [1 if marker.name == "gpu" else marker.args[0] for name in _DEVICES for marker in item.iter_markers(name)]
+    if needed:
+        from pytest_engram import engines
+
+        count, why = engines.cuda_devices()
+        if count < max(needed):
+            pytest.skip(f"needs {max(needed)} CUDA device(s), found {count}{why and f': {why}'}")
 
 
 @pytest.hookimpl(wrapper=True)

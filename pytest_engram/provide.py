@@ -103,11 +103,9 @@ def engram_outcome(engram_experiment: Experiment, engram_edge: Edge) -> Outcome:
 
 
 @pytest.fixture
-def engram_evidence(engram_outcome: Outcome) -> Evidence:
-    """The experiment's evidence; skips with the reason where none could be taken."""
-    if engram_outcome.evidence is None:
-        pytest.skip(engram_outcome.verdict.gates[0].observed)
-    return engram_outcome.evidence
+def engram_evidence(engram_outcome: Outcome, engram_edge: Edge) -> Evidence:
+    """The experiment's evidence; skips as the experiment's own item does where none could be taken."""
+    return engram_edge.evidence(engram_outcome)
 
 
 @pytest.fixture

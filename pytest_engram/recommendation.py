@@ -7,22 +7,17 @@ from collections.abc import Iterator, Sequence
 from pytest_engram import stats
 from pytest_engram.gates.comparison import Case, percent
 from pytest_engram.model import Claim, Evidence, MetricRule, Verdict
-from pytest_engram.sweeps import launches, layer_times, named, stretch, unfit
+from pytest_engram.sweeps import layer_times, named, stretch, unfit
 
 SLOWER_LAYER = 0.05  # layers that differ by less are not named
 
 
-def recommend(evidence: Evidence, verdict: Verdict) -> str | None:
-    """Which arm has the shortest step, with its interval and what the others cost; None where :func:`advice` says why.
+def advice(evidence: Evidence, verdict: Verdict) -> str | None:
+    """Which arm has the shortest step, with its interval and what the others cost, or why nothing is recommended.
 
     Only where gates 0 and 1 passed (all five, where an improvement is claimed), nothing is INVALID, and Holm resolves
-    a difference of the unmarked step.
+    a difference of the unmarked step.  None where no advice is asked for.
     """
-    return _advice(Case(evidence), verdict)[0]
-
-
-def advice(evidence: Evidence, verdict: Verdict) -> str | None:
-    """:func:`recommend` as a line that says why there is none; None where none is asked for."""
     if evidence.plan.experiment.variable in ("policy", "backend"):
         return None
     found, why = _advice(Case(evidence), verdict)
@@ -35,7 +30,7 @@ def _advice(case: Case, verdict: Verdict) -> tuple[str | None, str]:
         return None, fault
     groups: dict[object, list[str]] = {}
     for arm in ("A", *case.candidates):
-        groups.setdefault(launches(case, arm) if case.experiment.variable == "cap" else arm, []).append(arm)
+        groups.setdefault(case.launches(arm) if case.experiment.variable == "cap" else arm, []).append(arm)
     base, *others = groups.values()
     steps = [case.compare(MetricRule(metric="step", direction="down"), group[0]) for group in others]
     absent = [one.absent for one in steps if one.absent]

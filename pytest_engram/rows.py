@@ -105,7 +105,7 @@ def synthetic_rows(start: int, stop: int, dim: int, *, layer: int, seed: int, bl
 def synthetic_at(rows: NDArray[np.int64], dim: int, *, layer: int, seed: int, block: int = 32) -> tuple[Bytes, Bytes]:
     """The content of any row without a table: ``layer`` is the layer's index, ``rows`` int64 [n] below 2**32.
 
-    The low nibbles of the first 8 bytes spell the row number (:func:`row_number`), so no two rows of a layer agree.
+    The low nibbles of the first 8 bytes spell the row number, so no two rows of a layer agree.
     No byte is an FP8 NaN code and scales are 120 … 133, so every result is finite.  Needs no generator whose stream
     could change.
     """
@@ -121,13 +121,6 @@ def synthetic_at(rows: NDArray[np.int64], dim: int, *, layer: int, seed: int, bl
     drawn = (_splitmix(number + key[0])[:, None] >> shifts).astype(np.uint8).astype(np.uint16)
     scales = (_LEAST_SCALE + ((drawn * np.uint16(_SCALES)) >> 8)).astype(np.uint8)
     return words.view(np.uint8), scales
-
-
-def row_number(weight: Bytes) -> NDArray[np.int64]:
-    """The row numbers int64 [n] that synthetic ``weight`` u8 [n, dim] spells."""
-    digits = weight[:, :8].astype(np.int64) & 15
-    numbers: NDArray[np.int64] = (digits << (4 * np.arange(8, dtype=np.int64))).sum(axis=1)
-    return numbers
 
 
 def gated_residual(

@@ -7,9 +7,9 @@ from statistics import fmean, median
 
 from pytest_engram import metrics
 from pytest_engram.experiment_rules import settings
-from pytest_engram.gates.comparison import Case
+from pytest_engram.gates.comparison import Case, marked_steps
 from pytest_engram.gates.timing import validity
-from pytest_engram.model import RunRecord, Status, SweepSample, Timeline, Verdict
+from pytest_engram.model import RunRecord, Status, SweepSample, Verdict
 
 Cell = dict[int, SweepSample]  # of each rank
 
@@ -76,16 +76,5 @@ def named(case: Case, arm: str) -> str:
     """An arm as a person calls it: ``cap 16``, ``cap 66 (default)``, ``submission early``."""
     value = settings(case.experiment, arm)[case.experiment.variable]
     if case.experiment.variable == "cap" and value is None:
-        value = f"{max((str(grid) for *_, grid in launches(case, arm)), key=int, default='unknown')} (default)"
+        value = f"{max((str(grid) for *_, grid in case.launches(arm)), key=int, default='unknown')} (default)"
     return f"{case.experiment.variable} {value}".replace("_", " ")
-
-
-def launches(case: Case, arm: str) -> frozenset[tuple[int, int, int, int]]:
-    """(rank, layer, rows, grid) of everything that ran."""
-    found = marked_steps(case.of(arm))
-    return frozenset((line.rank, mark.layer, mark.rows, mark.grid) for _, line in found for mark in line.lookups)
-
-
-def marked_steps(runs: Sequence[RunRecord]) -> Iterator[tuple[int, Timeline]]:
-    """(the timer's resolution, timeline) of every marked step with a lookup."""
-    return ((one.resolution_ns, line) for run in runs for one in run.overlap for line in one.timelines if line.lookups)

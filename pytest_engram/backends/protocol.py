@@ -61,7 +61,10 @@ class Backend(Protocol):
     differences: dict[str, str]  # contract number -> declared, documented difference
 
     def receipt(self) -> dict[str, str]:
-        """Proof of what runs: version, commit, dirty state, file hashes."""
+        """Proof of what runs: version, commit, dirty state, file hashes.
+
+        ``subject`` "engine modules" says that they are a serving engine's own.
+        """
 
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> Hasher:
         """``token_map`` int32 [vocabulary]: token id -> compressed id."""

@@ -52,10 +52,11 @@ class VllmBackend(VllmLaunch):
         self._tables: dict[tuple[int, ...], tuple[Any, int]] = {}
 
     def receipt(self) -> dict[str, str]:
-        """Which files run (one sha256 each), from where, on which torch, Triton and device."""
+        """What runs, of which files (one sha256 each), from where, on which torch, Triton and device."""
         versions = {name: import_module(name).__version__ for name in ("torch", "triton")}
         mode, device = ("interpreter", "cpu") if self.interpreted else ("compiled", _torch().cuda.get_device_name())
-        return {**self.engine.source.receipt(), **versions, "mode": mode, "device": device}
+        own = {"subject": "engine modules", "mode": mode, "device": device}
+        return {**self.engine.source.receipt(), **versions, **own}
 
     def layout(self, layout: EngramLayout) -> Any:
         """vLLM's own ``EngramLayout`` for the same model fields."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -116,6 +116,18 @@ class Case:
     def behaviour(self) -> str:
         """What the case asserts, for reports."""
         return " ".join((self.run.__doc__ or self.name).split())
+
+
+def cases(
+    capability: str, *, compact: Sequence[Callable[[Probe], Finding | None]] = (),
+    **lines: Sequence[Callable[[Probe], Finding | None]],
+) -> tuple[Case, ...]:  # fmt: skip
+    """The cases of contract lines, each named after its function: ``H5=[ngrams]``."""
+    return tuple(
+        Case(run.__name__.replace("_", "-"), line, capability, run, compact=run in compact)
+        for line, runs in lines.items()
+        for run in runs
+    )
 
 
 def refused(run: Callable[[], Any], what: str) -> Finding | None:

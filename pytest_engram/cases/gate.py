@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.backends.arrays import place_bf16, to_numpy
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, first, floats_differ
+from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, first, floats_differ
 from pytest_engram.cases.slots import BLOCK, SLOTS, paged
 from pytest_engram.hashing import EngramLayout, HashBatch
 from pytest_engram.rows import gated_residual, lookup_rows, project, synthetic_rows
@@ -111,10 +111,6 @@ def _differs(probe: Probe, inputs: tuple[Any, ...], keep: Any = None) -> Finding
     return floats_differ(probe.backend.gate(*map(probe.place, (*inputs, mask))), expected, _TOLERANCE)
 
 
-GATE_CASES = (
-    Case("gate", "L11", "gate", gate, compact=True),
-    Case("gate-clamp", "L11", "gate", gate_clamp),
-    Case("gate-epsilon", "L11", "gate", gate_epsilon),
-    Case("gate-closed", "L11", "gate", gate_closed, compact=True),
-    Case("request-outputs", "L11", "gate", request_outputs),
-)
+GATE_CASES = cases(
+    "gate", compact=[gate, gate_closed], L11=[gate, gate_clamp, gate_epsilon, gate_closed, request_outputs],
+)  # fmt: skip

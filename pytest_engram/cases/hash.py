@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from pytest_engram.backends.arrays import to_numpy
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, compare, ids_differ, refused
+from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, compare, ids_differ, refused
 from pytest_engram.hashing import IMAGE_SENTINEL_ID, EngramLayout, HashBatch, dummy_ids
 
 
@@ -178,24 +178,10 @@ def no_window(probe: Probe) -> Finding | None:
     return refused(partial(probe.hasher(), bare), "a batch without a window")
 
 
-HASH_CASES = (
-    Case("token-map", "H1", "hash", token_map),
-    Case("pad-id", "H2", "hash", pad_id),
-    Case("multipliers", "H3", "hash", multipliers),
-    Case("prime-ranges", "H4", "hash", prime_ranges),
-    Case("ngrams", "H5", "hash", ngrams, compact=True),
-    Case("strided-inputs", "H5", "hash", strided_inputs),
-    Case("before-start", "H6", "hash", before_start, compact=True),
-    Case("dead-blocks-deeper", "H6", "hash", dead_blocks_deeper, compact=True),
-    Case("image-sentinel", "H6", "hash", image_sentinel),
-    Case("unknown-window", "H7", "hash", unknown_window),
-    Case("window-order", "H8", "hash", window_order, compact=True),
-    Case("repeated-boundaries", "H9", "hash", repeated_boundaries),
-    Case("chunk-invariance", "H10", "hash", chunk_invariance),
-    Case("batch-invariance", "H11", "hash", batch_invariance, compact=True),
-    Case("history-window", "H14", "hash", history_window),
-    Case("dummy-batch", "H17", "hash", dummy_batch),
-    Case("empty-batch", "H18", "hash", empty_batch),
-    Case("one-variant", "H19", "hash", one_variant),
-    Case("no-window", "H20", "hash", no_window),
-)
+HASH_CASES = cases(
+    "hash", compact=[ngrams, before_start, dead_blocks_deeper, window_order, batch_invariance],
+    H1=[token_map], H2=[pad_id], H3=[multipliers], H4=[prime_ranges], H5=[ngrams, strided_inputs],
+    H6=[before_start, dead_blocks_deeper, image_sentinel], H7=[unknown_window], H8=[window_order],
+    H9=[repeated_boundaries], H10=[chunk_invariance], H11=[batch_invariance], H14=[history_window], H17=[dummy_batch],
+    H18=[empty_batch], H19=[one_variant], H20=[no_window],
+)  # fmt: skip

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from pytest_engram.cases.case import Case, Finding, Probe, refused
+from pytest_engram.cases.case import Finding, Probe, cases, refused
 
 _HUGE = 1 << 60  # bytes: more than any tmpfs has
 _SHM = "/dev/shm"  # noqa: S108 - where shared tables lie
@@ -89,11 +89,7 @@ def _warnings() -> Iterator[list[str]]:
         logging.getLogger().removeHandler(handler)
 
 
-LAUNCH_CASES = (
-    Case("scale-names", "L12", "launch", scale_names),
-    Case("explicit-sharing", "S8", "launch", explicit_sharing),
-    Case("elastic-sharing", "S8", "launch", elastic_sharing),
-    Case("node-layouts", "S9", "launch", node_layouts),
-    Case("fallbacks", "S10", "launch", fallbacks),
-    Case("short-cgroup", "S12", "launch", short_cgroup),
-)
+LAUNCH_CASES = cases(
+    "launch", L12=[scale_names], S8=[explicit_sharing, elastic_sharing], S9=[node_layouts], S10=[fallbacks],
+    S12=[short_cgroup],
+)  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, compare, first, refused, rows_differ
+from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, compare, first, refused, rows_differ
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
 from pytest_engram.rows import lookup_rows, synthetic_rows
 
@@ -200,12 +200,12 @@ def _codes(probe: Probe, scale_bytes: Any, codes: Any = None) -> Finding | None:
     return replace(found, detail=f"scale byte {scale_bytes[found.token]}: {found.detail}")
 
 
-def _scaled(behaviour: str, scale_bytes: Any) -> Callable[[Probe], Finding | None]:
+def _scaled(name: str, behaviour: str, scale_bytes: Any) -> Callable[[Probe], Finding | None]:
     def run(probe: Probe) -> Finding | None:
         drawn = isinstance(scale_bytes, int)
         return _codes(probe, probe.rng.choice(np.arange(20, 241), scale_bytes) if drawn else scale_bytes)
 
-    run.__doc__ = behaviour
+    run.__name__, run.__doc__ = name, behaviour
     return run
 
 
@@ -225,20 +225,12 @@ def _cut(weight: Any, scales: Any, part: Any, heads: int) -> TableShard:
     return TableShard(weight[rows], scales[rows], part.start, part.end, part.head_start, part.local_heads, heads)
 
 
-LOOKUP_CASES = (
-    Case("exact-rows", "L1", "lookup", exact_rows),
-    Case("background", "L1", "lookup", background, compact=True),
-    *(Case(name, "L2", "lookup", _scaled(*what), compact=name == "every-code") for name, what in _SCALES.items()),
-    Case("nan-codes", "L2", "lookup", nan_codes),
-    Case("bounds", "L3", "lookup", bounds, compact=True),
-    Case("padded-heads", "L4", "shards", padded_heads, compact=True),
-    Case("shards-assemble", "L4", "shards", shards_assemble),
-    Case("head-order", "L8", "shards", head_order),
-    Case("strided-ids", "L5", "lookup", strided_ids, compact=True),
-    Case("wide-addresses", "L5", "lookup", wide_addresses),
-    Case("wide-scales", "L5", "lookup", wide_scales),
-    Case("spare-rows", "L7", "lookup", spare_rows),
-    Case("token-counts", "L9", "lookup", token_counts),
-    Case("dead-rows", "L10", "lookup", dead_rows),
-    Case("dp-padding", "L10", "shards", dp_padding),
-)
+_SCALED = [_scaled(name, *what) for name, what in _SCALES.items()]
+LOOKUP_CASES = sorted(
+    (
+        *cases("lookup", compact=[background, _SCALED[0], bounds, strided_ids], L1=[exact_rows, background],
+               L2=[*_SCALED, nan_codes], L3=[bounds], L5=[strided_ids, wide_addresses, wide_scales], L7=[spare_rows],
+               L9=[token_counts], L10=[dead_rows]),
+        *cases("shards", compact=[padded_heads], L4=[padded_heads, shards_assemble], L8=[head_order], L10=[dp_padding]),
+    ), key=lambda case: int(case.contract[1:]),
+)  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.cases.bench import LAYERS, MOST, Streams, Threads
-from pytest_engram.cases.case import Case, Finding, Probe, refused
+from pytest_engram.cases.case import Finding, Probe, cases, refused
 from pytest_engram.hashing import HashBatch
 
 
@@ -159,16 +159,7 @@ def _moved(bench: Any) -> Finding | None:
     return Finding(detail="staging moves", expected="one address per layer", seen=str(sorted(places)))
 
 
-PREFETCH_CASES = (
-    Case("producer-wait", "P1", "prefetch", producer_wait),
-    Case("ids-kept", "P2", "prefetch", ids_kept),
-    Case("consumer-wait", "P3", "prefetch", consumer_wait),
-    Case("own-layer", "P3", "prefetch", own_layer),
-    Case("needed", "P4", "prefetch", needed),
-    Case("fresh-rows", "P5", "prefetch", fresh_rows),
-    Case("graph-replay", "P5", "prefetch", graph_replay),
-    Case("fixed-staging", "P6", "prefetch", fixed_staging),
-    Case("one-side-stream", "P7", "prefetch", one_side_stream),
-    Case("same-branch", "P8", "prefetch", same_branch),
-    Case("cached-views", "P9", "prefetch", cached_views),
-)
+PREFETCH_CASES = cases(
+    "prefetch", P1=[producer_wait], P2=[ids_kept], P3=[consumer_wait, own_layer], P4=[needed],
+    P5=[fresh_rows, graph_replay], P6=[fixed_staging], P7=[one_side_stream], P8=[same_branch], P9=[cached_views],
+)  # fmt: skip

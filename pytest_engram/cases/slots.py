@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.cases.case import Case, Finding, Probe, first, ids_differ
+from pytest_engram.cases.case import Finding, Probe, cases, first, ids_differ
 from pytest_engram.hashing import HashBatch, SlotCache, window_row
 
 BLOCK = 4  # tokens per KV block: small, so that short sequences cross blocks
 SLOTS = 64
 
 
-def window_first(probe: Probe) -> Finding | None:
+def window_before_slots(probe: Probe) -> Finding | None:
     """A known window value wins over the slot cache; the cache answers only what the window does not know."""
     hasher, cache = probe.hasher(SLOTS), SlotCache(SLOTS)
     first = paged(probe.tokens(8), [3, 9, 1])
@@ -150,17 +150,8 @@ def _through(probe: Probe, hasher: Any, batches: Sequence[HashBatch], expected: 
     return first((f"batch {number}", each) for number, each in enumerate(found))
 
 
-SLOT_CASES = (
-    Case("window-before-slots", "H7", "slot-cache", window_first),
-    Case("slot-tables", "H11", "slot-cache", slot_tables),
-    Case("slot-chunks", "H12", "slot-cache", slot_chunks, compact=True),
-    Case("slot-write-first", "H12", "slot-cache", slot_write_first),
-    Case("slot-padding", "H12", "slot-cache", slot_padding),
-    Case("slot-strides", "H12", "slot-cache", slot_strides),
-    Case("rollback", "H12", "slot-cache", rollback, compact=True),
-    Case("prefix-hit", "H12", "slot-cache", prefix_hit, compact=True),
-    Case("rebind", "H12", "slot-cache", rebind),
-    Case("new-slots", "H12", "slot-cache", new_slots),
-    Case("prompt-window", "H13", "slot-cache", prompt_window),
-    Case("fresh-instance", "H16", "slot-cache", fresh_instance),
-)
+SLOT_CASES = cases(
+    "slot-cache", compact=[slot_chunks, rollback, prefix_hit], H7=[window_before_slots], H11=[slot_tables],
+    H12=[slot_chunks, slot_write_first, slot_padding, slot_strides, rollback, prefix_hit, rebind, new_slots],
+    H13=[prompt_window], H16=[fresh_instance],
+)  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.cases.case import Case, Finding, Probe, Unsupported, refused
+from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, refused
 from pytest_engram.errors import EngramError, NotMeasurable, PeerError
 from pytest_engram.gpu.views import HostView, device_view
 from pytest_engram.numa.group import Channel, LocalGroup, SoloGroup
@@ -281,15 +281,7 @@ def _solo(probe: Probe, cudart: _Cudart, **options: Any) -> Any:
         raise
 
 
-STORAGE_CASES = (
-    Case("creation-error", "S1", "storage", creation_error),
-    Case("unpinned", "S2", "storage", unpinned),
-    Case("one-mapping", "S2", "storage", one_mapping),
-    Case("undone", "S3", "storage", undone),
-    Case("unnamed", "S4", "storage", unnamed),
-    Case("last-view", "S5", "storage", last_view),
-    Case("loaded", "S6", "storage", loaded),
-    Case("replaced", "S7", "storage", replaced),
-    Case("placed-first", "S13", "storage", placed_first),
-    Case("huge-pages", "S14", "storage", huge_pages),
-)
+STORAGE_CASES = cases(
+    "storage", S1=[creation_error], S2=[unpinned, one_mapping], S3=[undone], S4=[unnamed], S5=[last_view],
+    S6=[loaded], S7=[replaced], S13=[placed_first], S14=[huge_pages],
+)  # fmt: skip

@@ -23,6 +23,16 @@ def availability() -> dict[str, str | None]:
     return {name: engine_class(name).unavailable() for name in ENGINES}
 
 
+def cuda_devices() -> tuple[int, str]:
+    """How many GPUs this process can use, and why there is none."""
+    reason = availability()["cuda"]
+    if reason is not None:
+        return 0, reason
+    import torch
+
+    return torch.cuda.device_count(), ""
+
+
 def choose(request: str) -> str:
     """The engine for ``auto|cpu|cuda``: ``auto`` takes cuda where it can run; a named engine never falls back."""
     if request == "auto":

@@ -12,12 +12,9 @@ from typing import Any, Protocol
 
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.errors import UsageError
+from pytest_engram.experiment_rules import SETTINGS
 from pytest_engram.hashing import EngramLayout, HashBatch
 from pytest_engram.model import Timeline, Workload
-
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "submission": ("early", "at_consumption"), "wait": ("layer", "stream"), "streams": (1, 2), "graph": (False, True),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +35,11 @@ class StepSettings:
     graph: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            if (seen := getattr(self, name)) not in allowed:
-                expected = " or ".join(map(repr, allowed))
-                raise UsageError(f"{name} {seen!r}", code=f"bad-{name}", who="step settings", expected=expected)
-        if self.inline_above is not None and self.inline_above < 0:
-            seen = f"inline_above {self.inline_above}"
-            raise UsageError(seen, code="bad-inline-above", who="step settings", expected="a token count or nothing")
+        for name in ("submission", "cap", "wait", "inline_above", "streams", "graph"):
+            valid, expected = SETTINGS[name]
+            if not valid(seen := getattr(self, name)):
+                code = f"bad-{name.replace('_', '-')}"
+                raise UsageError(f"{name} {seen!r}", code=code, who="step settings", expected=expected)
 
     def lane(self, table: int, tokens: int) -> int | None:
         """The side stream of a table's lookup, None for one that runs inline."""

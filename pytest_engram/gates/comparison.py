@@ -16,7 +16,9 @@ import numpy as np
 
 from pytest_engram import codec, metrics, schedule, stats
 from pytest_engram.gates.reasons import REASONS, Finding
-from pytest_engram.model import Effect, Evidence, MetricRule, RunRecord, Status, Topology, Verdict
+from pytest_engram.model import Effect, Evidence, MetricRule, RunRecord, Status, Timeline, Topology, Verdict
+
+ENGINE_MODULES = "engine modules"  # what the receipt of an engine's own modules says under ``subject``
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,20 @@ class Case:
         tree = (self.evidence.provenance.get("topology") or {}).get("value")
         return codec.from_builtins(tree, Topology, source="provenance.topology") if tree else None
 
+    @property
+    def subject(self) -> str:
+        """What the arms ran: "engine modules" where every receipt says so, else what the experiment names."""
+        said = {run.fingerprint.get("backend.subject") for run in self.runs.values()}
+        return ENGINE_MODULES if said == {ENGINE_MODULES} else self.experiment.subject
+
     def of(self, arm: str) -> list[RunRecord]:
         """The sound runs of one arm, in order of their index."""
         return [run for (_, name), run in self.runs.items() if name == arm]
+
+    def launches(self, arm: str) -> frozenset[tuple[int, int, int, int]]:
+        """(rank, layer, rows, grid) of everything that ran in marked steps."""
+        found = marked_steps(self.of(arm))
+        return frozenset((line.rank, mark.layer, mark.rows, mark.grid) for _, line in found for mark in line.lookups)
 
     def compare(self, rule: MetricRule, arm: str, *, harm: bool = False) -> Comparison:
         """``arm`` against A and A' block by block; absent if one run of a complete block lacks the metric."""
@@ -132,6 +145,11 @@ class Case:
         """Rule by rule, and within a rule arm by arm."""
         arms = tuple(arms)
         return [self.compare(rule, arm, harm=harm) for rule in rules for arm in arms]
+
+
+def marked_steps(runs: Iterable[RunRecord]) -> Iterator[tuple[int, Timeline]]:
+    """(the timer's resolution, timeline) of every marked step with a lookup, at the workload's own batch size."""
+    return ((one.resolution_ns, line) for run in runs for one in run.overlap for line in one.timelines if line.lookups)
 
 
 def holm(found: Sequence[Comparison]) -> list[Comparison]:

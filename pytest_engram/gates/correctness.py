@@ -59,18 +59,19 @@ def _broken(case: Case) -> Iterator[Finding]:
     """A wrong row, also where it ended the schedule: neither what was not run then nor what else failed excuses it."""
     for run, moment, sample in _samples(case.evidence.runs):
         if sample.supported and not sample.passed:
-            seen = f"arm {run.arm}, run {run.index}, {moment} timing: {_place(sample)}"
+            seen = f"arm {run.arm}, run {run.index}, {moment} timing: {explain(sample)}"
             yield Finding("contract-broken", seen, _EVERY_CASE)
     for problem in _all_problems(case):
         if problem.code == "stopped-after-correctness":
             yield Finding(problem.code, problem.message, _EVERY_CASE)
 
 
-def _place(sample: CorrectnessSample) -> str:
-    at = [f"{name} {getattr(sample, name)}" for name in ("layer", "token", "head") if getattr(sample, name) is not None]
-    where = f" at {', '.join(at)}" if at else ""
-    values = f": expected {sample.expected}, seen {sample.seen}" if sample.expected is not None else ""
-    return f"{sample.contract} {sample.case}{where}{values}{' (' + sample.detail + ')' if sample.detail else ''}"
+def explain(sample: CorrectnessSample) -> str:
+    """One line for a person: contract line, case, token, head, layer, expected, seen, detail."""
+    names = (name for name in ("token", "head", "layer") if getattr(sample, name) is not None)
+    where = ", ".join(f"{name} {getattr(sample, name)}" for name in names)
+    values = f"expected {sample.expected}, seen {sample.seen}" if sample.expected is not None else ""
+    return f"{sample.contract} {sample.case}: " + "; ".join(part for part in (where, values, sample.detail) if part)
 
 
 def _problems(case: Case) -> Iterator[Finding]:

@@ -61,11 +61,10 @@ def _moved(
 def no_offset(case: Case) -> Iterator[Finding]:
     """Gate 3: main compute and communication are not worse than their margins, in unmarked runs.
 
-    One rank, and the suite loop's replicas, have no collectives; elsewhere a silent absence stays an absence, and so
-    it does where ranks share the heads.
+    One rank, and replicas, have no collectives; where ranks share the heads a silent absence stays an absence.
     """
     chosen = case.experiment
-    alone = not chosen.workload.tensor_parallel and (chosen.ranks == 1 or chosen.subject == "suite loop")
+    alone = not chosen.workload.tensor_parallel
     peers = [rule for rule in chosen.no_offset if alone and metrics.find(rule.metric).peers]
     lacking = {rule: absent for rule in peers if (absent := case.compare(rule, "A").absent)}
     rules = [rule for rule in chosen.no_offset if rule not in lacking]

@@ -39,40 +39,47 @@ def evaluate(evidence: Evidence, prior: Sequence[Verdict] = ()) -> Verdict:
         if results[-1].judged and results[-1].status is Status.PASS:
             case.left = finding.passed
             case.treated = finding.passed if number == _TREATMENT else case.treated
-    verdict = _verdict(case.experiment, results, case.plan.protocol_hash, notes)
-    won = verdict.status is Status.PASS and case.experiment.claim is Claim.IMPROVES
-    return replace(verdict, sentence=_sentence(case.experiment, results[-1].effects, case.left) if won else None)
+    verdict = _verdict(case.experiment, case.subject, results, case.plan.protocol_hash, notes)
+    won = verdict.status is Status.PASS and verdict.claim is Claim.IMPROVES
+    return replace(verdict, sentence=_sentence(case, results[-1].effects) if won else None)
 
 
 def not_measured(experiment: Experiment, problem: Problem) -> Verdict:
     """The verdict of an experiment that could not be measured: gate 0 says why, the rest is blocked."""
     who = "" if problem.who == experiment.id else problem.who  # the verdict names its experiment itself
-    findings = enumerate((of_problem(replace(problem, who=who)), *[_BLOCKED] * 4))
-    return _verdict(experiment, [found.result(gate, experiment.claim) for gate, found in findings], "", ())
+    return _verdict(experiment, experiment.subject, unmeasured(replace(problem, who=who), experiment.claim), "", ())
+
+
+def unmeasured(problem: Problem, claim: Claim) -> tuple[GateResult, ...]:
+    """The rungs below an absence: gate 0 has its reason, the rest is blocked."""
+    return tuple(found.result(gate, claim) for gate, found in enumerate((of_problem(problem), *[_BLOCKED] * 4)))
 
 
 def _status(results: Sequence[GateResult]) -> Status:
     return next((r.status for r in results if r.judged and r.status is not Status.PASS), Status.PASS)
 
 
-def _verdict(experiment: Experiment, results: Sequence[GateResult], protocol: str, notes: Sequence[str]) -> Verdict:
+def _verdict(
+    experiment: Experiment, subject: str, results: Sequence[GateResult], protocol: str, notes: Sequence[str]
+) -> Verdict:
     return Verdict(
-        experiment=experiment.id, title=experiment.title, claim=experiment.claim, subject=experiment.subject,
+        experiment=experiment.id, title=experiment.title, claim=experiment.claim, subject=subject,
         status=_status(results), gates=tuple(results), protocol_hash=protocol, notes=tuple(notes),
     )  # fmt: skip
 
 
-def _sentence(experiment: Experiment, found: Sequence[Effect], arms: Sequence[str]) -> str:
+def _sentence(case: Case, found: Sequence[Effect]) -> str:
     """The one sentence that a passed `improves` claim may print; one clause per candidate that passed."""
+    experiment = case.experiment
     metric, several = experiment.end_to_end[0].metric, len(experiment.arms) > 2
     level = f"{100 * (1 - 2 * experiment.alpha):g} % CI"
     clauses = [
         f"{effect.arm + ' ' if several else ''}{metric} {percent(effect.estimate, 'without a finite size')} "
         f"[{level} {percent(effect.low, '−∞', '')} … {percent(effect.high, '+∞', '')}]"
         for effect in found
-        if effect.metric == metric and effect.arm in arms
+        if effect.metric == metric and effect.arm in case.left
     ]
-    load = f"over {found[0].blocks} blocks at the same SLO and load; subject: {experiment.subject}"
+    load = f"over {found[0].blocks} blocks at the same SLO and load; subject: {case.subject}"
     return f"{experiment.id}: {', '.join(clauses)} {load}."
 
 

@@ -7,12 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from pytest_engram.experiment_rules import settings
-from pytest_engram.gates.comparison import Case
+from pytest_engram.gates.comparison import Case, marked_steps
 from pytest_engram.gates.placement import huge_pages, placement
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import RunRecord, Timeline
-
-Launches = dict[tuple[int, int, int], set[int]]  # (rank, layer, rows) -> grids that ran
 
 
 def treatment(case: Case) -> Iterator[Finding]:
@@ -32,9 +30,9 @@ def _conditions(case: Case) -> Iterator[Finding]:
             if first.get(key) != found.get(key) and not _declared(case, key):
                 seen = f"{key}: {first.get(key)} in {runs[0].arm}, {found.get(key)} in {run.arm}"
                 yield Finding("undeclared-difference", seen, "only the variable differs")
-    base = _launches(case.of("A"))
+    base = _by_shape(case.launches("A"))
     for arm in case.candidates if case.experiment.variable not in ("cap", "backend") else ():
-        for shape, grids in _launches(case.of(arm)).items():
+        for shape, grids in _by_shape(case.launches(arm)).items():
             if grids != base.get(shape, grids):
                 _, layer, rows = shape
                 seen = f"grid of layer {layer}, {rows} rows: {_words(base[shape])} in A, {_words(grids)} in {arm}"
@@ -57,12 +55,12 @@ def _submission(case: Case) -> Iterator[Finding]:
         ranks = {sample.rank for sample in run.overlap if sample.timelines}
         if ranks != set(range(case.experiment.ranks)):
             yield Finding("no-timelines", where, "on every rank")
-        for resolution, line in (*_marked(run), *_swept(run)):
+        for resolution, line in (*marked_steps([run]), *_swept(run)):
             asked[run.arm][line.tokens] = way = _way(chosen, line.tokens)
             for layer in _misplaced(line, resolution, way):
                 seen = f"{where}, rank {line.rank}, step {line.step}: layer {layer} is submitted elsewhere"
                 yield Finding("submission-not-as-asked", seen, f"submission {way} of {line.tokens} tokens")
-    own = {line.tokens for run in case.runs.values() for _, line in _marked(run)}
+    own = {line.tokens for _, line in marked_steps(case.runs.values())}
     moved = tuple(arm for arm in case.candidates if any(asked[arm].get(size) != asked["A"].get(size) for size in own))
     words = (f"{arm} {_ways(asked[arm])}" for arm in ("A", *case.candidates))
     steps = sum(len(sample.timelines) for run in case.runs.values() for sample in run.overlap)
@@ -99,13 +97,8 @@ def _misplaced(line: Timeline, resolution: int, asked: str) -> Iterator[int]:
             yield mark.layer
 
 
-def _marked(run: RunRecord) -> Iterator[tuple[int, Timeline]]:
-    """(timer's resolution, marked step) at the workload's own batch size."""
-    return ((sample.resolution_ns, line) for sample in run.overlap for line in sample.timelines if line.lookups)
-
-
 def _swept(run: RunRecord) -> Iterator[tuple[int, Timeline]]:
-    """The same of the other sizes: one step each."""
+    """(timer's resolution, marked step) at the other sizes: one step each."""
     resolution = {sample.rank: sample.resolution_ns for sample in run.overlap}
     lines = (sample.timeline for sample in run.sweep if sample.timeline is not None and sample.timeline.lookups)
     return ((resolution.get(line.rank, 0), line) for line in lines)
@@ -118,7 +111,7 @@ def _wait(case: Case) -> Iterator[Finding]:
     """
     ahead = dict.fromkeys(case.arms, 0)
     for run in case.runs.values():
-        lines = [*_marked(run)]
+        lines = [*marked_steps([run])]
         if not lines:
             yield Finding("no-timelines", f"arm {run.arm}, run {run.index}", "in every arm")
         early = [line for resolution, line in lines if _went_on(line, resolution)]
@@ -146,7 +139,7 @@ def _went_on(line: Timeline, resolution: int) -> bool:
 
 def _streams(case: Case) -> Iterator[Finding]:
     """Only says whether lookups overlapped: gate 2 voids whatever did not run on one stream."""
-    counts = {arm: [_overlapping(line) for run in case.of(arm) for _, line in _marked(run)] for arm in case.arms}
+    counts = {arm: [_overlapping(line) for _, line in marked_steps(case.of(arm))] for arm in case.arms}
     seen = ", ".join(f"{arm} in {sum(found)} of {len(found)}" for arm, found in counts.items())
     yield Finding("treatment-delivered", f"marked steps with overlapping lookups: {seen}", "", case.candidates)
 
@@ -169,8 +162,8 @@ def _graph(case: Case) -> Iterator[Finding]:
 
 def _cap(case: Case) -> Iterator[Finding]:
     """A cap is a treatment only where the actual grid changed; of candidates that ran alike only the first stays in."""
-    launches = {arm: _launches(case.of(arm)) for arm in ("A", *case.candidates)}
-    grids = {arm: set().union(*found.values()) for arm, found in launches.items()}
+    launches = {arm: case.launches(arm) for arm in ("A", *case.candidates)}
+    grids = {arm: {grid for *_, grid in found} for arm, found in launches.items()}
     for arm, ran in grids.items():
         cap = case.experiment.arms[arm]["cap"]
         if not ran:
@@ -185,12 +178,11 @@ def _cap(case: Case) -> Iterator[Finding]:
     yield Finding(reason, seen, "a grid of its own", treated, notes=tuple(untreated))
 
 
-def _launches(runs: list[RunRecord]) -> Launches:
-    found: Launches = {}
-    for run in runs:
-        for _, line in _marked(run):
-            for mark in line.lookups:
-                found.setdefault((line.rank, mark.layer, mark.rows), set()).add(mark.grid)
+def _by_shape(launches: Iterable[tuple[int, int, int, int]]) -> dict[tuple[int, int, int], set[int]]:
+    """(rank, layer, rows) -> grids that ran."""
+    found: dict[tuple[int, int, int], set[int]] = {}
+    for rank, layer, rows, grid in launches:
+        found.setdefault((rank, layer, rows), set()).add(grid)
     return found
 
 

@@ -108,11 +108,6 @@ class StartupSample:
     rank: int
     receipts: tuple[StepReceipt, ...]
 
-    @property
-    def seconds(self) -> float:
-        """All steps of this rank together."""
-        return sum(receipt.seconds for receipt in self.receipts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupMark:
@@ -227,7 +222,6 @@ class ServingSample:
     rate: float
     duration_s: float
     requests: tuple[RequestRecord, ...]
-    source: str = "suite loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

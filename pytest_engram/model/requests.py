@@ -99,7 +99,7 @@ class Experiment:
     variable: str
     arms: dict[str, dict[str, Any]]
     hold: dict[str, Any]
-    unit: str  # "allocation", "replay" or "server": what one run is
+    unit: str  # "allocation" or "replay": what one run is
     ranks: int
     blocks: int
     cooldown_s: float
@@ -141,7 +141,6 @@ class Plan:
     placements: dict[str, PlacementPlan]  # arm name -> what is asked of the kernel
     cpus: tuple[tuple[int, ...], ...]  # per rank, the CPUs it may use
     rows: int
-    engram_layers: int = 2
     deadline_s: float = 60.0
     user: dict[str, str] = field(default_factory=dict)  # a project's own entries in every fingerprint
     schema: int = SCHEMA_VERSION

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_engram import codec
 from pytest_engram.errors import NotMeasurable, UsageError
+from pytest_engram.gates.comparison import Case
 from pytest_engram.model import Evidence
 from pytest_engram.report import strict
 
@@ -80,7 +81,7 @@ def extra_info(evidence: Evidence, arm: str) -> dict[str, Any]:
     checks = [check for run in runs for check in (*run.correctness_before, *run.correctness_after) if check.supported]
     return {
         "experiment": evidence.plan.experiment.id, "arm": arm, "metric": headline(evidence), "runs": len(runs),
-        "subject": evidence.plan.experiment.subject, "protocol_hash": evidence.plan.protocol_hash,
+        "subject": Case(evidence).subject, "protocol_hash": evidence.plan.protocol_hash,
         "correctness_passed": sum(check.passed for check in checks),
         "correctness_failed": sum(not check.passed for check in checks),
         "problems": [problem.code for run in runs for problem in run.problems],

@@ -62,7 +62,9 @@ def _experiment(verdict: Verdict, evidence: Evidence | None, picture: str) -> It
     yield from (f"## {escape(verdict.experiment)}: {escape(verdict.title)} — {verdict.status.value}", "")
     yield from table(_GATES, map(_gate, verdict.gates))
     if evidence is not None:
-        yield from (f"**Why.** {escape(evidence.plan.experiment.why)}", "")
+        asked = evidence.plan.experiment
+        yield from (f"**Why.** {escape(asked.why)}", "")
+        yield from (f"**Predicted**: {escape(asked.direction_note)}.", "") if asked.direction_note else ()
         advice = recommendation.advice(evidence, verdict)
         yield from (f"**Advice**: {escape(advice)}.", "") if advice else ()
         yield from (f"![main compute beside lookups]({picture})", "") if picture else ()
@@ -83,7 +85,7 @@ def _limits(verdict: Verdict, evidence: Evidence | None) -> Iterator[str]:
     """Written against ourselves: what a reader may be tempted to conclude and must not."""
     plan = evidence.plan if evidence else None
     limits = (
-        (verdict.subject != "served engine", f"Subject '{verdict.subject}': nothing here speaks of a served engine."),
+        (True, f"Subject '{verdict.subject}': nothing here speaks of a served engine."),
         (verdict.claim is Claim.CHARACTERISES, "It characterises: the effect stands, and no arm is declared better."),
         (verdict.status is not Status.PASS, f"{verdict.status.value}: gates after the first failure were not decided."),
         (True, "One machine, this table size, these shapes: page walks, links and clocks differ elsewhere."),

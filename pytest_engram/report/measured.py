@@ -10,7 +10,7 @@ from typing import Any
 from pytest_engram import metrics, planning, sweeps
 from pytest_engram.errors import UsageError
 from pytest_engram.gates.comparison import percent
-from pytest_engram.model import Evidence, OverlapSample, StepReceipt, SweepSample, Verdict
+from pytest_engram.model import Evidence, OverlapSample, PageDistribution, StepReceipt, SweepSample, Verdict
 from pytest_engram.report import numbers
 from pytest_engram.schedule import base_arm, block_arms
 
@@ -23,6 +23,8 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "B/s": lambda value: f"{value / 1e9:.1f} GB/s",
 }
 _STARTUP = ("arm", "rank", "step", "time", "minor faults", "object pages", "mapped pages", "allocations", "note")
+_CAPACITY = ("arm", "table", "moment", "ranks", "size", "PSS, all ranks", "shared memory grew", "policy said", "runs")
+_WORKERS = ("arm", "rank", "CPUs", "memory nodes allowed", "task policy", "staging", "runs")
 _LEDGER = ("arm", "rank", "bytes of", "size", "time", "rate", "what moved them")
 _SWEEP = ("arm", "tokens", "peers", "lookups", "P95", "together", "waits", "main", "main slowed", "runs")
 _LAYER = 0.05  # layers whose times differ by less between arms are left out
@@ -36,6 +38,10 @@ def tables(evidence: Evidence) -> Iterator[Table]:
     evidence = replace(evidence, runs=tuple(sorted(evidence.runs, key=lambda run: order.get(run.arm, len(order)))))
     receipts = [(run.arm, r.rank, r.step, r) for run in evidence.runs for s in run.startup for r in s.receipts]
     samples = [(base_arm(run.arm), sample.rank, sample) for run in evidence.runs for sample in run.overlap]
+    audits = [
+        (run.arm, pages.table, pages.moment.value, (run.index, pages))
+        for run in evidence.runs for s in run.placement for pages in s.distributions
+    ]  # fmt: skip
     ranks = evidence.plan.experiment.ranks
     sweep = [
         (base_arm(run.arm), one.tokens, one.peers, (run.index, one))
@@ -43,6 +49,8 @@ def tables(evidence: Evidence) -> Iterator[Table]:
     ]  # fmt: skip
     yield "Medians over runs", *_metrics(evidence)
     yield "Where the pages lay", *_placement(evidence)
+    yield "What each table took, cross-checked", _CAPACITY, _grouped(audits, _took)
+    yield "Workers", _WORKERS, _workers(evidence)
     yield "Start-up, never part of steady times", _STARTUP, _grouped(receipts, _receipts)
     yield "Bytes per step, separate ledgers", _LEDGER, _ledgers(evidence, samples)
     yield "Time by layer, where arms differ", *_layers(evidence)
@@ -93,12 +101,38 @@ def _placement(evidence: Evidence) -> tuple[Sequence[str], Rows]:
         (arm, pages.rank, pages.table, pages.moment.value,
          *(numbers.size(pages.pages.get(node, 0) * pages.page_bytes) for node in nodes),
          ", ".join(f"{name} {number}" for name, number in sorted(pages.unplaced.items())) or "0",
-         f"{numbers.size(pages.covered_bytes)} of {numbers.size(pages.table_bytes)}", "+".join(pages.routes))
+         f"{numbers.size(pages.covered_bytes)} of {numbers.size(pages.table_bytes)}",
+         "+".join(pages.routes) + (f", shares ± {pages.sample_bound:.2%}" if pages.sample_bound else ""))
         for arm, pages in audits
     )  # fmt: skip
     shares = [f"NUMA node {node}" for node in nodes]
     head = ("arm", "rank", "table", "moment", *shares, "pages not placed", "coverage", "asked by", "audits")
     return head, [(*row, times) for row, times in rows.items()]
+
+
+def _took(found: list[tuple[int, PageDistribution]]) -> Iterator[object]:
+    """Medians over runs.  The ranks' PSS adds up to a table's size where nobody else maps it; the nodes' growth is
+    everybody's since before the first table.  Both check the audit, and no gate reads them."""
+    runs, first = list(_by_key(found).values()), found[0][1]
+    yield len(runs[0])
+    yield numbers.size(first.covered_bytes)
+    shares = [[audit.pss_bytes for audit in audits] for audits in runs]
+    yield numbers.size(numbers.median(None if None in run else sum(filter(None, run)) for run in shares))
+    grown = ((node, numbers.median(run[0].shmem_growth.get(node) for run in runs)) for node in first.shmem_growth)
+    yield ", ".join(f"node {node} {numbers.size(more)}" for node, more in grown) or numbers.ABSENT
+    yield ", ".join(sorted({audit.policy_text for _, audit in found}))
+    yield len(runs)
+
+
+def _workers(evidence: Evidence) -> Rows:
+    """What was in force for each rank; allowed nodes are not bound ones."""
+    workers = ((run.arm, sample.worker) for run in evidence.runs for sample in run.placement if sample.worker)
+    rows = Counter(
+        (arm, one.rank, one.cpus_allowed, one.mems_allowed, " ".join((one.task_policy, *map(str, one.task_nodes))),
+         one.staging or numbers.ABSENT)
+        for arm, one in workers
+    )  # fmt: skip
+    return [(*row, times) for row, times in rows.items()]
 
 
 def _problems(evidence: Evidence) -> Rows:
@@ -164,8 +198,15 @@ def _lines(
     for name in ("gather", "projection", "gate"):
         spans = [sum(s.end - s.start for s in line.spans if s.name == name) for line in steps if line.spans]
         size = getattr(ledger, name)
-        if size:
-            yield name, size, numbers.median(spans), "activations" if name != "gather" else "from the other head shards"
+        if name == "gather" and evidence.plan.experiment.ranks > 1:
+            yield (
+                "query collectives",
+                size,
+                numbers.median(spans),
+                f"{ledger.collectives} per step: rows of other shards",
+            )
+        elif size:
+            yield name, size, numbers.median(spans), "activations"
 
 
 def _range(values: Iterable[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_engram import codec, gates
 from pytest_engram.errors import UsageError
-from pytest_engram.model import GATE_NAMES, GateResult, Status, Verdict
+from pytest_engram.model import Problem, Status, Verdict
 from pytest_engram.report import figure, numbers, terminal
 from pytest_engram.report import markdown as page
 from pytest_engram.report.records import Result, read_results
@@ -158,11 +158,7 @@ def _side_by_side(base: Verdict, now: Verdict) -> list[str]:
 
 def absent(about: Verdict, reason: str, observed: str) -> Verdict:
     """The verdict of a case that is not there: gate 0 NOT_MEASURED, the rest BLOCKED."""
-    empty = GateResult(gate=0, name="", status=Status.BLOCKED, reason="earlier-gate", observed="", threshold="",
-                       next_step="")  # fmt: skip
-    gates = [replace(empty, gate=number, name=name) for number, name in enumerate(GATE_NAMES)]
-    gates[0] = replace(
-        gates[0], status=Status.NOT_MEASURED, reason=reason, observed=observed,
-        threshold="the case and its evidence", next_step=f"measure {about.experiment} and pass the file that holds it",
-    )  # fmt: skip
-    return replace(about, status=Status.NOT_MEASURED, gates=tuple(gates), sentence=None, notes=())
+    problem = Problem(code=reason, message=observed, status=Status.NOT_MEASURED)
+    first, *blocked = gates.unmeasured(problem, about.claim)
+    first = replace(first, next_step=f"measure {about.experiment} and pass the file that holds it")
+    return replace(about, status=first.status, gates=(first, *blocked), sentence=None, notes=())

@@ -1,1 +1,1 @@
-"""Open-loop load, its client-side records, and readers of serving tools."""
+"""Continuous batching under a seeded open-loop load, the clients' records of it, and the gates' fixed batches."""

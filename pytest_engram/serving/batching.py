@@ -37,6 +37,12 @@ class Stream:
         """All tokens that the request asked for were generated."""
         return len(self.history) - len(self.request.prompt) >= self.request.output_tokens
 
+    def drafted(self, count: int) -> Stream:
+        """The same request with ``count`` wrong tokens behind its own."""
+        draft, words = Stream(self.request, computed=self.computed), self.request.vocabulary
+        draft.history = self.history + [(token + 1) % words for token in self.history[-count:]]
+        return draft
+
 
 def schedule(running: Iterable[Stream], budget: int) -> list[tuple[Stream, int]]:
     """(stream, tokens) in order of admission within ``budget``: decodes of older requests, then chunks of prompts."""
@@ -49,6 +55,11 @@ def schedule(running: Iterable[Stream], budget: int) -> list[tuple[Stream, int]]
     return chosen
 
 
+def ends(chosen: Iterable[tuple[Stream, int]]) -> Any:
+    """Where each stream's tokens end in the batch, int [R]."""
+    return np.cumsum([take for _, take in chosen])
+
+
 def compose(chosen: Sequence[tuple[Stream, int]]) -> HashBatch:
     """One ragged batch; every request brings its own positions and, from its history, the window before its chunk."""
     chunks = [(stream.history, stream.computed, stream.computed + take) for stream, take in chosen]
@@ -57,15 +68,14 @@ def compose(chosen: Sequence[tuple[Stream, int]]) -> HashBatch:
     return HashBatch(
         token_ids=tokens, dead=tokens == IMAGE_SENTINEL_ID, window=window, window_dead=window == IMAGE_SENTINEL_ID,
         positions=np.concatenate([np.arange(start, end, dtype=np.int64) for _, start, end in chunks]),
-        query_start_loc=np.cumsum([0, *(take for _, take in chosen)]).astype(np.int32),
+        query_start_loc=np.concatenate([[0], ends(chosen)]).astype(np.int32),
     )  # fmt: skip
 
 
 def advance(chosen: Sequence[tuple[Stream, int]], output: Any) -> list[Stream]:
     """Account for a step with hidden states float32 [T, D]; the streams that got a next token, appended to them."""
-    ends = np.cumsum([take for _, take in chosen]) - 1
     decoded = []
-    for (stream, take), choice in zip(chosen, next_tokens(output[ends]), strict=True):
+    for (stream, take), choice in zip(chosen, next_tokens(output[ends(chosen) - 1]), strict=True):
         stream.computed += take
         if stream.pending == 0:
             stream.history.append(choice % stream.request.vocabulary)

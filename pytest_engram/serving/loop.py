@@ -7,11 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from pytest_engram.engines.protocol import Engine, StepSettings
 from pytest_engram.errors import EngramError, UsageError
 from pytest_engram.model import RequestRecord, ServingPlan, ServingSample
-from pytest_engram.serving.batching import Stream, advance, compose, schedule
+from pytest_engram.serving.batching import Stream, advance, compose, ends, schedule
 from pytest_engram.serving.replay import Request
 
 _log = logging.getLogger(__name__)
@@ -37,22 +40,31 @@ def serve(
 
 def request_outputs(
     engine: Engine, load: Sequence[Request], settings: StepSettings, *, chunk: int = 64, running: int = 16,
-    cached: int = 0, drafts: int = 0,
-) -> tuple[tuple[int, ...], ...]:  # fmt: skip
-    """The output tokens of every request, untimed; equal for any of these ways to serve the same requests.
+    cached: int = 0, drafts: int = 0, told: Sequence[Sequence[int]] = (),
+) -> tuple[tuple[tuple[int, ...], ...], Any]:  # fmt: skip
+    """The output tokens of every request, untimed, and the hidden states float32 [tokens, D] that they are read from.
 
-    ``chunk`` tokens a step split the prompts; the first ``cached`` tokens of a prompt are a prefix hit, known but not
-    computed here; ``drafts`` wrong speculative tokens follow every decode, are run and forgotten.
+    Alike for any of these ways to serve the same requests: ``chunk`` tokens a step split the prompts; the first
+    ``cached`` tokens of a prompt are a prefix hit, known but not computed here; ``drafts`` wrong speculative tokens
+    follow every decode, are run and forgotten.  ``told`` are outputs that all requests go on with whatever they
+    answer, so that a last bit that turns an arg-max does not part two ways.
     """
     streams = [Stream(request, computed=min(cached, len(request.prompt) - 1)) for request in load]
+    states: dict[Stream, list[Any]] = {stream: [] for stream in streams}
+    follow = dict(zip(streams, told, strict=False))
     while active := [stream for stream in streams if not stream.finished][:running]:
         chosen = schedule(active, chunk)
-        for stream in advance(chosen, engine.step(compose(chosen), settings, marks=False).output):
-            if drafts:
-                draft, words = Stream(stream.request, computed=stream.computed), stream.request.vocabulary
-                draft.history = stream.history + [(token + 1) % words for token in stream.history[-drafts:]]
-                engine.step(compose(schedule([draft], chunk)), settings, marks=False)
-    return tuple(stream.outputs for stream in streams)
+        output = engine.step(compose(chosen), settings, marks=False).output
+        last = {stream: output[end - 1] for (stream, _), end in zip(chosen, ends(chosen), strict=True)}
+        decoded = advance(chosen, output)
+        for stream in decoded:
+            states[stream].append(last[stream])
+            if stream in follow:
+                stream.history[-1] = follow[stream][len(states[stream]) - 1]
+        if decoded and drafts:
+            wrong = [stream.drafted(drafts) for stream in decoded]
+            engine.step(compose(schedule(wrong, chunk)), settings, marks=False)
+    return tuple(stream.outputs for stream in streams), np.array([one for stream in streams for one in states[stream]])
 
 
 class _Server:

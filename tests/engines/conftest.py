@@ -27,14 +27,14 @@ class Bench:
         fill_table(self.buffer, LAYOUT, SEED)
         self.engines = []
 
-    def engine(self, backend=None, *, deadline_s=20.0, cpus=None, max_tokens=64, **workload):
+    def engine(self, backend=None, *, deadline_s=20.0, cpus=None, max_tokens=64, kind=CpuEngine, **workload):
         work = Workload(**{"hidden": 64, "layers": 5, "engram_layers": (1, 3), "tokens": 16, **workload})
         setup = EngineSetup(
             rank=0, layout=LAYOUT, workload=work, tables=table_views(self.buffer, LAYOUT), token_map=self.token_map,
             backend=backend or ReferenceBackend(), cpus=cpus or tuple(sorted(os.sched_getaffinity(0))),
             max_tokens=max_tokens, seed=SEED,
         )  # fmt: skip
-        self.engines.append(CpuEngine(setup, deadline_s=deadline_s))
+        self.engines.append(kind(setup, deadline_s=deadline_s))
         return self.engines[-1]
 
 

@@ -5,12 +5,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from pytest_engram.checks import check_engine
+from pytest_engram.engines.cpu import CpuEngine
 from pytest_engram.engines.protocol import StepResult, StepSettings
 from pytest_engram.engines.tables import table_views
 from pytest_engram.errors import EngramError, UsageError
-from pytest_engram.model import ServingPlan, Slo
+from pytest_engram.model import ServingPlan, Slo, Workload
 from pytest_engram.serving.loop import request_outputs, serve
-from pytest_engram.serving.replay import make_load
+from pytest_engram.serving.replay import fixed_batches, make_load
 
 EARLY = StepSettings()
 
@@ -144,7 +146,7 @@ def test_requests_are_served_on_the_real_engine(bench):
 def outputs(engine, bench, **ways):
     """Output tokens of eight fixed requests, served in these ways."""
     load = make_load(plan(requests=8, prompt_tokens=(4, 30)), 2, bench.vocabulary)
-    return request_outputs(engine, load, ways.pop("settings", EARLY), **ways)
+    return request_outputs(engine, load, ways.pop("settings", EARLY), **ways)[0]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,37 @@ def test_wrong_rows_change_outputs(bench):
     table_views(bench.buffer, bench.layout)[0][0][start : start + prime] ^= 0x80
     changed = [seen != wanted for seen, wanted in zip(outputs(engine, bench), expected, strict=True)]
     assert sum(changed) >= 4
+
+
+class StaleChunks(CpuEngine):
+    """A later chunk of a prompt is served from the rows of the step before it; whole prompts and decodes are right."""
+
+    def _stage(self, batch):
+        self.stale = self._whole.copy() if batch.positions[0] > 0 and len(batch.token_ids) > 3 else None
+        return super()._stage(batch)
+
+    def _collect(self, layer, tokens):
+        rows = super()._collect(layer, tokens)
+        return rows if self.stale is None else self.stale[self._tables[layer], :tokens]
+
+
+@pytest.mark.parametrize("kind", [CpuEngine, StaleChunks])
+def test_gate_0_serves_requests_in_every_way(bench, kind):
+    """L11: an engine whose staging is stale for chunked prompts fails gate 0's own check; the honest one passes."""
+    engine = bench.engine(kind=kind)
+    batch = next(fixed_batches(Workload(tokens=16), 1, bench.vocabulary, "low-reuse"))
+    found = check_engine(engine, batch, EARLY, bench.layout, bench.token_map, bench.seed)
+    assert [sample.case for sample in found if not sample.passed] == ["engine-outputs"] * (kind is StaleChunks)
+    assert kind is CpuEngine or found[-1].detail.startswith("chunks: ")
+
+
+def test_told_outputs_are_followed(bench):
+    """What is told stands in the place of what is answered, so two engines with other answers keep one history."""
+    load = make_load(plan(requests=3, output_tokens=(2, 3)), 2, bench.vocabulary)
+    told = [(5, 6, 7)] * 3
+    tokens, states = request_outputs(bench.engine(), load, EARLY, told=told)
+    assert tokens == tuple(told[0][: request.output_tokens] for request in load)
+    assert states.shape == (sum(request.output_tokens for request in load), 64)
 
 
 def test_lost_window_changes_outputs(bench, monkeypatch):

@@ -32,6 +32,26 @@ def test_a_working_change_passes_with_one_sentence(lab):
         assert part in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("said", "subject"),
+    [
+        (("engine modules", "engine modules"), "engine modules"), (("engine modules", None), "suite loop"),
+        (("served engine", "served engine"), "suite loop"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_subject_is_what_the_receipts_say(lab, change, said, subject):
+    """Engine modules are named where every arm's receipt says so; no receipt makes a served engine of the loop."""
+
+    def tell(run):
+        word = said[run.arm == "B"]
+        return replace(run, fingerprint=run.fingerprint | ({"backend.subject": word} if word else {}))
+
+    verdict = gates.evaluate(change(lab.evidence("patch"), tell))
+    assert verdict.subject == subject
+    assert f"subject: {subject}." in verdict.sentence
+
+
 def test_no_sentence_without_all_five(lab):
     """A change that is not shown end to end has no sentence, however much its wait shrank."""
     verdict = gates.evaluate(lab.evidence("B1", effects={"B": {"exposed_wait": -3.0}}, seed=12))

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from pytest_engram import gates
-from pytest_engram.model import CorrectnessSample, Moment, Problem, ScheduledRun, Status, SweepSample, TablePlan
+from pytest_engram.model import (
+    CorrectnessSample,
+    Moment,
+    Problem,
+    ScheduledRun,
+    Status,
+    SweepSample,
+    TablePlan,
+    Workload,
+)
 
 CASES = {}
 
@@ -578,7 +587,7 @@ def _impossible_time(lab, change):
 
 @reason("metric-absent", 3)
 def _silent_about_collectives(lab, change):
-    evidence = _placed(lab, subject="engine modules")
+    evidence = _placed(lab, workload=Workload(engram_layers=(1, 6), tokens=64, tensor_parallel=True))
     return change(evidence, lambda run: replace(run, compute=tuple(
         replace(sample, communication_absent=None) for sample in run.compute)))  # fmt: skip
 

@@ -220,7 +220,8 @@ def test_a_busy_collapse_is_tried_again(monkeypatch: pytest.MonkeyPatch, refusal
 
     monkeypatch.setattr(_syscalls, "madvise", busy)
     table = build_table(SoloGroup(), plan(backing="anon-thp"), 4 << 20)
-    assert [one.detail for one in table.receipts if one.step == "populate"][0].endswith(f"MADV_COLLAPSE {said}")
+    (detail,) = [one.detail for one in table.receipts if one.step == "populate"]
+    assert detail.endswith(f"MADV_COLLAPSE {said}")
     assert asked == [4 << 20] * min(refusals + 1, 3)
     assert table.distributions[0].pages == {0: 1024}
     table.close()

@@ -10,9 +10,10 @@ import pytest
 
 from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
-from pytest_engram.checks import CASES, check, check_engine, check_table, compact_cases, explain
+from pytest_engram.checks import CASES, check, check_engine, compact_cases, explain
+from pytest_engram.engines.protocol import StepResult, StepSettings
 from pytest_engram.errors import NotMeasurable
-from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids, head_shard, synthetic_token_map
+from pytest_engram.hashing import EngramLayout, HashBatch, hash_ids, synthetic_token_map
 from pytest_engram.rows import lookup_rows, synthetic_rows
 
 BY_NAME = {case.name: case for case in CASES}
@@ -130,46 +131,17 @@ def _tables(seed: int = 3) -> list[TableShard]:
     ]
 
 
-def test_check_table_passes_on_the_right_table() -> None:
-    """L1, L3: rows of the actual tables equal the synthetic rows for sampled ids, edges and DEAD_ID."""
-    samples = check_table(ReferenceBackend(), _tables(), LAYOUT, MAP, seed=3)
-    assert [sample.case for sample in samples] == ["table-ids", "table-rows", "table-rows"]
-    assert all(sample.passed for sample in samples)
-
-
-def test_check_table_sees_one_wrong_byte() -> None:
-    """L1: one wrong byte in the first row of a head of layer 14 fails that layer's sample only."""
-    shards = _tables()
-    shards[1].weight[int(LAYOUT.offsets[1, 5]), 17] ^= 1
-    samples = check_table(ReferenceBackend(), shards, LAYOUT, MAP, seed=3)
-    assert [sample.passed for sample in samples] == [True, True, False]
-    assert (samples[2].head, samples[2].layer) == (5, 14)
-
-
-def test_check_table_sees_a_table_of_another_seed() -> None:
-    """A stale table, loaded with another seed, fails for every layer."""
-    samples = check_table(ReferenceBackend(), _tables(seed=4), LAYOUT, MAP, seed=3)
-    assert [sample.passed for sample in samples] == [True, False, False]
-
-
-def test_check_table_of_a_head_shard() -> None:
-    """L4: a head shard's own rows are judged, zeros elsewhere."""
-    whole = _tables()
-    shards = []
-    for index, table in enumerate(whole):
-        part = head_shard(LAYOUT.primes[index], 5, 4)
-        shards.append(
-            TableShard(table.weight[part.start : part.end], table.scales[part.start : part.end], part.start, part.end,
-                       part.head_start, part.local_heads, LAYOUT.columns)
-        )  # fmt: skip
-    assert all(sample.passed for sample in check_table(ReferenceBackend(), shards, LAYOUT, MAP, seed=3))
-
-
 class Engine:
-    """The least engine: ids and staged rows through the reference, with an optional fault on the rows."""
+    """The least engine: ids and staged rows through the reference, with an optional fault on the rows.
 
-    def __init__(self, fault: Callable[[Any], Any] = lambda rows: rows) -> None:
-        self.fault, self.shards = fault, _tables()
+    Its hidden states are sums over a token's rows; ``spoil`` may change those of a step.
+    """
+
+    name, resolution_ns, hold = "least", 1, False
+
+    def __init__(self, fault: Callable[[Any], Any] = lambda rows: rows, *, seed: int = 3) -> None:
+        self.fault, self.shards = fault, _tables(seed)
+        self.spoil: Callable[[HashBatch, Any], Any] = lambda _batch, states: states
 
     def rows(self, batch: HashBatch, _: Any) -> tuple[Any, Any]:
         ids = hash_ids(LAYOUT, batch, MAP)
@@ -180,19 +152,80 @@ class Engine:
             rows[:, layer] = out
         return ids, self.fault(rows)
 
+    def step(self, batch: HashBatch, settings: Any, **_: Any) -> StepResult:
+        rows = self.rows(batch, settings)[1].astype(np.uint32) << 16
+        return StepResult(0, 0, self.spoil(batch, rows.view(np.float32).sum(axis=(1, 2))))
+
+    def alone_ns(self, *_: Any) -> int:
+        return 0
+
+    def drift(self) -> dict[str, float | str]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def _checked(engine: Engine, tokens: int = 24) -> dict[str, Any]:
+    samples = check_engine(engine, HashBatch.sequence(np.arange(tokens)), StepSettings(), LAYOUT, MAP, 3)
+    return {sample.case: sample for sample in samples}
+
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 24, 64])
 def test_check_engine_passes_on_an_honest_engine(tokens: int) -> None:
-    """L1: an engine's staged rows equal the oracle's, for the batch and for its edge cases."""
-    batch = HashBatch.sequence(np.arange(tokens))
-    samples = check_engine(Engine(), batch, None, LAYOUT, MAP, 3)
-    assert [(sample.case, sample.passed) for sample in samples] == [("engine", True), ("engine-edges", True)]
+    """L1, L11: an engine's staged rows equal the oracle's, and its outputs do not depend on how requests are served."""
+    found = _checked(Engine(), tokens)
+    assert {case: sample.passed for case, sample in found.items()} == dict.fromkeys(
+        ("engine", "engine-edges", "engine-outputs"), True
+    )
 
 
 def test_check_engine_sees_stale_rows() -> None:
-    """Rows of the previous step in the staging buffer fail both samples."""
-    samples = check_engine(
-        Engine(lambda rows: np.roll(rows, 1, axis=0)), HashBatch.sequence(range(9)), None, LAYOUT, MAP, 3
-    )
-    assert [sample.passed for sample in samples] == [False, False]
-    assert samples[0].layer == 1
+    """Rows of the previous step in the staging buffer fail the samples of the rows."""
+    found = _checked(Engine(lambda rows: np.roll(rows, 1, axis=0)), 9)
+    assert not found["engine"].passed
+    assert not found["engine-edges"].passed
+    assert found["engine"].layer == 1
+
+
+def test_check_engine_sees_one_wrong_byte() -> None:
+    """L1: one wrong byte in one row that the batch reads, of layer 14, is named with its head."""
+    engine = Engine()
+    wanted = hash_ids(LAYOUT, HashBatch.sequence(np.arange(24)), MAP)[7, 1, 5]
+    engine.shards[1].weight[wanted, 17] ^= 1
+    found = _checked(engine)["engine"]
+    assert (found.passed, found.head, found.layer) == (False, 5, 14)
+
+
+def test_check_engine_sees_a_table_of_another_seed() -> None:
+    """A stale table, loaded with another seed, fails."""
+    assert not _checked(Engine(seed=4))["engine"].passed
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("chunks", lambda batch: batch.positions[0] > 0 and len(batch.token_ids) == 5),
+        ("a prefix hit", lambda batch: batch.positions[0] == 2),
+        ("rolled-back drafts", lambda batch: batch.positions[0] == 4 and len(batch.token_ids) == 6),
+    ],
+)
+@pytest.mark.parametrize("value", [1.25, np.nan])
+def test_check_engine_sees_outputs_that_depend_on_the_way(name: str, wrong: Any, value: float) -> None:
+    """L11: states that differ by a quarter, or that are no numbers, in one way only are named with that way."""
+    engine, late = Engine(), [1.0]
+
+    def spoil(batch: HashBatch, states: Any) -> Any:
+        late[0] = value if wrong(batch) else late[0]
+        return states * late[0]
+
+    engine.spoil = spoil
+    found = _checked(engine)["engine-outputs"]
+    assert (found.passed, found.contract) == (False, "L11")
+    assert found.detail.startswith(f"{name}: output ")
+
+
+def test_a_last_bit_is_no_other_output() -> None:
+    """What matmuls of other sizes do to the last bits of a state passes."""
+    engine = Engine()
+    engine.spoil = lambda batch, states: states * (1 + len(batch.token_ids) * 4e-3)
+    assert _checked(engine)["engine-outputs"].passed

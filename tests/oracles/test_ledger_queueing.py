@@ -17,10 +17,10 @@ from pytest_engram.ledger import (
     distinct_share,
     launch,
     link_floor_s,
+    row_bytes,
     source_bytes,
     staging_bytes,
     step_bytes,
-    table_bytes,
 )
 from pytest_engram.model import LookupMark, Timeline
 from pytest_engram.queueing import QueueReport, queue_report
@@ -57,7 +57,7 @@ def test_ledgers_are_separate_lines() -> None:
     assert source_bytes(1, 24, 256) == 6_336
     assert staging_bytes(1, 24, 256) == 12_288
     assert step_bytes(1, MODEL) == ByteLedger(source=12_672, staging=24_576, gather=0)
-    assert sum(table_bytes(MODEL)) == 202_758_032_400
+    assert sum(MODEL.num_embeddings) * row_bytes(256) == 202_758_032_400
 
 
 def test_padded_heads_are_staged_and_gathered() -> None:

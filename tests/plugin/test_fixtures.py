@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pytest_engram.checks import explain
+from pytest_engram.checks import check_engine, explain
 from pytest_engram.engines.protocol import StepSettings
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Workload
@@ -90,13 +90,16 @@ def test_prefetch_is_one_serial_queue(table, engram_prefetch):
     assert all(mark.done <= mark.wait_after for mark in timeline.lookups)
 
 
-def test_backend_passes_on_the_placed_table(table, engram_backend):
-    """The backend's lookup on the shared pages equals the oracle for hash ids, padding and DEAD_ID."""
-    from pytest_engram import checks
-    from pytest_engram.engines.tables import full_shards
-    from pytest_engram.tokens import synthetic_token_map
-
-    shards = full_shards(table.views, table.layout)
-    tokens = synthetic_token_map(table.layout.compressed_vocab)
-    samples = checks.check_table(engram_backend, shards, table.layout, tokens, seed=table.seed)
+def test_engine_passes_on_the_placed_table(table, engram_prefetch):
+    """The engine's ids, rows and outputs over the shared pages equal the oracle's."""
+    engine = engram_prefetch(table, hidden=64, layers=16, tokens=24)
+    vocabulary = np.arange(129_280, dtype=np.int32) % table.layout.compressed_vocab
+    batch = next(fixed_batches(Workload(tokens=24), 3, 129_280, "low-reuse"))
+    samples = check_engine(engine, batch, StepSettings(), table.layout, vocabulary, table.seed)
     assert [explain(sample) for sample in samples if not sample.passed] == []
+
+
+def test_layout_is_the_models(engram_layout):
+    """H3: the layout is DeepSeek-V4.1's, two layers of 24 columns with the model's own number of rows."""
+    assert engram_layout.layer_ids == (1, 14)
+    assert (engram_layout.columns, engram_layout.rows(1)) == (24, 384_016_682)

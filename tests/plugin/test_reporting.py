@@ -31,6 +31,10 @@ ITEMS = """
 
     def test_gates(engram_settle):
         engram_settle()
+
+    def test_evidence(engram_evidence, engram_experiment):
+        assert engram_evidence.plan.experiment == engram_experiment
+        assert len(engram_evidence.runs) == 18
 """
 TINY = """
 id: T1
@@ -109,12 +113,13 @@ def test_junit_carries_each_verdict(measured):
 
 
 def test_an_absence_is_one_line(measured):
-    """Items of an experiment that is not measured fold into one SKIPPED line that names it; no other is skipped."""
+    """Every item of an experiment that is not measured is skipped with one text that names it; no other is skipped."""
     done, _ = measured
     skipped = [line for line in done.stdout.splitlines() if line.startswith(("SKIPPED", "GATE"))]
-    assert len(skipped) == 1, done.stdout
-    assert "A1 NOT_MEASURED: too-few-memory-nodes" in skipped[0]
-    assert skipped[0].startswith("SKIPPED [4]")
+    assert {line.partition(": ")[2].partition(" needs")[0] for line in skipped} == {
+        "A1 NOT_MEASURED: too-few-memory-nodes:"
+    }, done.stdout
+    assert sum(int(line[9]) for line in skipped) == 5
 
 
 def test_provenance_of_the_project_reaches_every_arm(measured):

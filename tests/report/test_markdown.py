@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_engram.model import Problem, Span, StartupSample, StepReceipt, SweepSample
+from pytest_engram.model import PlacementSample, Problem, Span, StartupSample, StepReceipt, SweepSample, WorkerPolicy
 from pytest_engram.report import figure, markdown
 
 PROVENANCE = {"command": "pytest -m overlap", "kernel": {"release": "6.18", "numa_balancing": 0}, "gpu": None}
@@ -65,9 +65,9 @@ def test_what_it_does_not_prove_is_said(page, make_verdict):
     assert "nothing here speaks of a served engine" in page
     assert "no PCIe link took part" in page
     assert "goodput are not measured" in page
-    served = markdown.render([make_verdict(subject="served engine")], [], {})
-    assert "served engine." not in served
-    assert "There is no evidence behind this verdict." in served
+    modules = markdown.render([make_verdict(subject="engine modules")], [], {})
+    assert "Subject 'engine modules': nothing here speaks of a served engine." in modules
+    assert "There is no evidence behind this verdict." in modules
 
 
 def test_cells_cannot_break_the_table(make_verdict, make_evidence):
@@ -87,6 +87,37 @@ def test_equal_problems_share_a_row(make_verdict, make_evidence, make_run):
     runs = tuple(make_run(n, "B", problems=(lost,)) for n in range(6))
     page = markdown.render([make_verdict()], [make_evidence(runs=runs)], {})
     assert _rows(page, "Problems") == [["B", "INVALID", "peer-died", "rank 1", "", "rank 1 died", "6"]]
+
+
+def test_a_tables_size_is_cross_checked(make_verdict, make_evidence, make_run):
+    """Per table and moment: what the ranks' PSS adds up to, how the nodes grew and the policy's own words."""
+    run = make_run()
+    pages = replace(run.placement[0].distributions[0], pss_bytes=2 << 20, shmem_growth={0: 3 << 20, 1: 1 << 20})
+    other = replace(pages, rank=1)
+
+    def page(*found):
+        samples = tuple(PlacementSample(rank=one.rank, distributions=(one,)) for one in found)
+        evidence = make_evidence(runs=(replace(run, placement=samples),))
+        return _rows(markdown.render([make_verdict()], [evidence], {}), "What each table took")
+
+    assert page(pages, other) == [
+        ["A", "0", "loaded", "2", "4.0 MiB", "4.0 MiB", "node 0 3.0 MiB, node 1 1.0 MiB", "bind:0", "1"]
+    ]
+    silent = replace(other, pss_bytes=None, shmem_growth={})
+    assert page(silent) == [["A", "0", "loaded", "1", "4.0 MiB", "absent", "absent", "bind:0", "1"]]
+
+
+def test_workers_and_the_prediction_are_shown(make_verdict, make_evidence, make_run):
+    """What was in force for a rank, which is less than what it was allowed, stands in a row of its own."""
+    worker = WorkerPolicy(rank=1, cpus_allowed="4-7", mems_allowed="0-1", task_policy="bind", task_nodes=(1,),
+                          staging="NUMA node 1 100%")  # fmt: skip
+    runs = tuple(make_run(n, placement=(PlacementSample(rank=1, distributions=(), worker=worker),)) for n in (0, 2))
+    page = markdown.render([make_verdict()], [make_evidence(runs=runs, direction_note="the | wait shrinks")], {})
+    assert _rows(page, "Workers") == [["A", "1", "4-7", "0-1", "bind 1", "NUMA node 1 100%", "2"]]
+    assert "**Predicted**: the \\| wait shrinks." in page
+    bare = markdown.render([make_verdict()], [make_evidence()], {})
+    assert "Workers" not in bare
+    assert "Predicted" not in bare
 
 
 @pytest.mark.parametrize("limit", [2_000, 20_000])

@@ -252,10 +252,10 @@ def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge,
 
 def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run):
     """Another subject, machine or rule is named and not compared; another build of the backend is what it is for."""
-    base = _baseline(tmp_path, judge, [make_evidence(subject="served engine")])
+    base = _baseline(tmp_path, judge, [make_evidence(subject="a server")])
     verdicts, _, _ = results.gate_files([folder], baseline=base, evaluate=judge)
     assert verdicts[-1].gates[0].reason == "baseline-not-comparable"
-    assert "subject (served engine against suite loop)" in verdicts[-1].gates[0].observed
+    assert "subject (a server against suite loop)" in verdicts[-1].gates[0].observed
     run = make_run()
     older = (replace(run, fingerprint={**run.fingerprint, "backend.commit": "01d"}),)
     base = _baseline(tmp_path, judge, [make_evidence(runs=older)])

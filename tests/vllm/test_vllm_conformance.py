@@ -9,7 +9,7 @@ from pytest_engram import cli
 from pytest_engram.cases.case import Case, Finding
 from pytest_engram.checks import check, compact_cases, explain
 from pytest_engram.report import conformance as module
-from pytest_engram.report.conformance import conformance, render
+from pytest_engram.report.conformance import conformance, failed, render
 
 
 def good(probe):
@@ -49,7 +49,7 @@ def test_failure_is_shown_before_everything_else():
     """A line fails if one of its cases fails; the count says how many."""
     result = conformance([backend()])
     text = render(result)
-    assert result.failed
+    assert failed(result)
     assert line(text, "H1")[2].startswith("pass")
     assert line(text, "H3")[2].startswith("fail (1 of 2)")
     assert "H2 broken: token 7; one bit differs" in text
@@ -65,7 +65,7 @@ def test_absent_capability_is_never_a_pass():
 def test_declared_difference_is_neither_pass_nor_fail():
     """What a backend declares is shown as declared, with its reason, and does not break the table."""
     result = conformance([backend(differences={"H2": "documented", "two": "also"})])
-    assert not result.failed
+    assert not failed(result)
     assert line(render(result), "H2")[2].startswith("declared difference")
     assert "documented" in render(result)
 
@@ -107,6 +107,6 @@ def test_vllm_conforms_in_the_compact_cases(vllm_backend, case):
 def test_vllm_conforms_in_all_cases(vllm_backend):
     """No line of the contract is broken by this release; what is declared is only the interpreter's."""
     result = conformance([vllm_backend])
-    assert not result.failed, render(result)
-    declared = {sample.case for outcome, sample in result.columns[0].results if outcome == "declared difference"}
+    assert not failed(result), render(result)
+    declared = {sample.case for outcome, sample in result[0][1] if outcome == "declared difference"}
     assert declared == set(vllm_backend.differences)

@@ -13,10 +13,7 @@ torch = pytest.importorskip("torch", reason="vLLM's modules need torch")
 
 from pytest_engram.backends.vllm_storage import EngineLayer  # noqa: E402  after the skip
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TOKENS = 48
 
 

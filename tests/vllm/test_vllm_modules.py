@@ -9,6 +9,7 @@ from pytest_engram import hashing, rows
 from pytest_engram.backends.protocol import Backend, Launch, TableShard
 from pytest_engram.cases.case import to_numpy
 from pytest_engram.errors import UsageError
+from pytest_engram.gates.comparison import ENGINE_MODULES
 from pytest_engram.hashing import EngramLayout, HashBatch
 
 torch = pytest.importorskip("torch", reason="vLLM's modules need torch")
@@ -34,6 +35,7 @@ def test_backend_satisfies_the_protocol_and_proves_itself(vllm_backend, vllm_ver
     receipt = vllm_backend.receipt()
     assert (receipt["version"], receipt["label"]) == (vllm_version, "tested")
     assert len(receipt["sha256:vllm/models/deepseek_v41/common/engram.py"]) == 64
+    assert receipt["subject"] == ENGINE_MODULES
     assert receipt["mode"] == ("interpreter" if vllm_backend.interpreted else "compiled")
     assert ("nan-codes" in vllm_backend.differences) == vllm_backend.interpreted
 
