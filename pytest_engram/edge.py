@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import warnings
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ class Edge:
         self.foreign_failures = 0
         self.owed = False  # some item, perhaps on a worker, spoke for a gate
         self.folder = config.rootpath / (self.option("--engram-report") or time.strftime("reports/run-%Y%m%d-%H%M%S"))
+        sys.path.append(str(config.invocation_params.dir))  # a backend may lie there; the peers, run by `-m`, find it
         self.session.check_options()
         if target := json_path(config):  # pytest-benchmark opens it only at the very end
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +91,12 @@ class Edge:
         """Remember which experiments this run owes a verdict; refuse what cannot fit before the first sample."""
         for item in session.items:
             params = getattr(getattr(item, "callspec", None), "params", {})
-            if isinstance(params.get("engram_experiment"), str) and "engram_arm" not in params:  # else: none to choose
-                self.session.selected.add(params["engram_experiment"])
+            if "engram_experiment" in params and "engram_arm" not in params:
+                self.owed = True
+                if isinstance(params["engram_experiment"], str):  # else no experiment changes what this item is for
+                    self.session.selected.add(params["engram_experiment"])
+        if self.session.selected and not self.worker and not self.option("collectonly", default=False):
+            self._check_folder()
         if self.session.forced is None:
             for answer in self.config.hook.pytest_engram_provenance(config=self.config):
                 self.session.user |= {str(key): str(value) for key, value in answer.items()}
@@ -98,6 +104,14 @@ class Edge:
                 self.session.preflight()
             except EngramError as error:
                 raise pytest.UsageError(str(error)) from None
+
+    def _check_folder(self) -> None:
+        """Where the report will go must be writable before anything is measured."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise pytest.UsageError(f"--engram-report: {error}; expected: a folder that can be written") from None
 
     def settle(self, outcome: Outcome, item: pytest.Item) -> None:
         """Turn a verdict into the item's outcome; the exit code is set once, at the end."""
@@ -156,7 +170,8 @@ class Edge:
         if pytest_code == 1 and self.foreign_failures:
             return 1
         if not self.session.outcomes:
-            nothing_passed = self.owed or (self.correctness["other"] and not self.correctness["passed"])
+            owed = self.owed or (self.enforcing and self.option("--engram-require"))
+            nothing_passed = owed or (self.correctness["other"] and not self.correctness["passed"])
             return gates.EXIT_NOT_MEASURED if nothing_passed and pytest_code == 0 else pytest_code
         code = gates.exit_code(self.session.verdicts(), self.session.required() or None) if self.enforcing else 0
         return code or int(pytest_code == 1)

@@ -29,6 +29,7 @@ _KINDS = {  # the first that matches; all but the first only from the minimum si
     "engram": ENGRAM,
     "memfd": r"^/memfd:",
     "unlinked-shm": rf"^{SHM}/.* \(deleted\)$",
+    "shm": rf"^{SHM}/",
     "cumem": r"^/dev/nvidiactl",
     "pinned": r"^/dev/zero",
     "hugetlb": r"^/anon_hugepage|^/dev/hugepages/",

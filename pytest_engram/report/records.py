@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import codec, hypotheses, recommendation
+from pytest_engram import codec, experiment_rules, hypotheses, recommendation
 from pytest_engram import provenance as machine
 from pytest_engram.errors import UsageError
 from pytest_engram.model import SCHEMA_VERSION, Evidence, Verdict
@@ -16,7 +17,7 @@ from pytest_engram.report import figure, markdown, strict
 
 SECTION_SCHEMA = 1  # 1: verdicts, evidence or the names of its files, provenance, command, hypotheses, advice
 VERDICT_FILE = "verdict.json"
-EVIDENCE_FILES = "evidence-*.json"
+EVIDENCE_FILES = "evidence-*.json*"  # also compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,12 @@ def _read(file: Path) -> _Records:
     for name in ("verdicts", "evidence"):
         for number, record in enumerate(section.get(name) or ()):
             _check_schema(record, SCHEMA_VERSION, file, f"{name}[{number}]")
-    return codec.from_builtins(section, _Records, source=str(file))
+    records: _Records = codec.from_builtins(section, _Records, source=str(file))
+    for chosen in (evidence.plan.experiment for evidence in records.evidence):
+        for place, seen, expected in islice(experiment_rules.faults(chosen), 1):
+            where = f"{chosen.id}.{'.'.join(map(str, place))}"
+            raise UsageError(seen, code="bad-experiment", where=f"{file}: {where}", expected=expected)
+    return records
 
 
 def _check_schema(record: Any, known: int, file: Path, at: str) -> None:

@@ -108,6 +108,8 @@ def read(path: Path, names: str = "") -> tuple[list[Timeline], list[str]]:
         data, tree = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes(), None
         with suppress(ValueError):  # no single JSON text, but perhaps one on each line
             tree = json.loads(data, parse_float=Decimal)
+        if isinstance(tree, dict) and not tree.keys() & {"traceEvents", "kind"}:
+            raise _refuse(path, f"one JSON object ({', '.join([*tree][:4])} …) without traceEvents")
         events = tree.get("traceEvents") if isinstance(tree, dict) else tree
         found = _from_events(path, events, chosen) if isinstance(events, list) else (_from_marks(path, chosen), [])
     except (OSError, EOFError, AttributeError, KeyError, TypeError, ValueError, re.error) as error:

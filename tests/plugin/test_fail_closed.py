@@ -239,3 +239,47 @@ def test_audit_of_nobody_is_a_usage_error():
     assert done.returncode == 4
     assert "no process is named" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("marker", "file"), [("numa", "B1"), ("serving", "B1"), ("overlap", "A1"), ("correctness", None)]
+)
+def test_an_experiment_that_nothing_asks_for_is_not_green(marker, file):
+    """A marker that no given experiment belongs to, and a required experiment that was not selected, exit 12."""
+    given = (
+        [f"--engram-experiments=fixtures/experiments/{file}.yaml"] if file else ["-k", "pad", "--engram-require=B1:3"]
+    )
+    assert run("suites", "-m", marker, "-q", *given).returncode == 12
+    if file is None:
+        assert run("suites", "-m", marker, "-q", "-k", "pad").returncode == 0
+
+
+def test_a_report_folder_that_cannot_be_written_is_refused_first():
+    """What is measured must have a place to go: exit 4 and one sentence, before the first run."""
+    where = "--engram-report=README.md/x"
+    done = run("suites", "-m", "overlap", "--engram-experiments=fixtures/experiments/B1.yaml", where)
+    assert done.returncode == 4
+    assert "--engram-report" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_backend_beside_the_tests_is_found(tmp_path):
+    """`--engram-backend=my_module:Plain` in the folder of my_module.py, by the `pytest` script, which adds no folder."""
+    (tmp_path / "my_module.py").write_text(
+        "from pytest_engram.backends.reference import ReferenceBackend\n\n\nclass Plain(ReferenceBackend):\n    pass\n"
+    )
+    script = [sys.executable, "-P", "-c", "import sys, pytest; sys.exit(pytest.console_main())"]
+    if sys.version_info < (3, 11):
+        script.remove("-P")
+    chosen = [
+        "--engram-backend=my_module:Plain",
+        "--pyargs",
+        "pytest_engram.suites",
+        "-m",
+        "correctness",
+        "-k",
+        "pad",
+        "-q",
+    ]
+    done = subprocess.run([*script, *chosen], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
