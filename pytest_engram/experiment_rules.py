@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pytest_engram.metrics import METRICS
 from pytest_engram.model import Claim, Experiment, MetricRule
-from pytest_engram.policies import POLICIES
+from pytest_engram.policies import BACKING_NAMES, POLICIES
 from pytest_engram.schedule import BASE, MINIMUM_BLOCKS, TWIN, base_arm
 
 Where = tuple[str | int, ...]
@@ -29,8 +29,9 @@ def _among(*words: str) -> Bound:
     return words.__contains__, f"one of: {', '.join(words)}"
 
 
-def _from(least: float, why: str = "") -> Bound:
-    return lambda value: value >= least, f"at least {least}{why}"
+def _from(least: float, most: float = math.inf, why: str = "") -> Bound:
+    upper = f" and at most {most}" if most < math.inf else ""
+    return lambda value: least <= value <= most, f"at least {least}{upper}{why}"
 
 
 def _policy(value: Any) -> bool:
@@ -51,7 +52,7 @@ _VARIABLES: dict[str, Bound] = {
     "graph": (lambda on: type(on) is bool, "true (replay a CUDA graph) or false"),
 }
 _HELD: dict[str, Bound] = {
-    "backing": _NAME,
+    "backing": _among(*BACKING_NAMES),
     "placement_by": (("order", "mount").__contains__, "order (ours) or mount (stock code, private mpol= mount)"),
     "grid": (("background", "foreground").__contains__, "background or foreground; B1 keeps the background grid"),
     "cpu_offload": (lambda on: on is True, "true: CPU offload off moves the weights; change `submission` instead"),
@@ -63,6 +64,7 @@ _DEFAULTS = {
     "streams": 1, "graph": False, "placement_by": "order",
 }  # fmt: skip
 _SPAN: Bound = (lambda span: 1 <= span[0] <= span[1], "[least, most] with 1 ≤ least ≤ most")
+_MOST = {"hidden": 65_536, "layers": 1024, "tokens": 65_536, "steps": 100_000}  # far above any model, below any memory
 _POSITIVE: Bound = (lambda value: 0 < value < math.inf, "above 0 and finite")
 
 _BOUNDS: dict[str, Bound] = {
@@ -71,15 +73,20 @@ _BOUNDS: dict[str, Bound] = {
     "unit": _among("allocation", "replay"),
     "subject": _among("suite loop"),
     "engines": (lambda names: bool(names) and {*names} <= {"cpu", "cuda"}, "one or both of cpu, cuda"),
-    "blocks": _from(MINIMUM_BLOCKS, " blocks: with fewer no signed-rank test can decide"),
+    "blocks": _from(MINIMUM_BLOCKS, 1000, " blocks: with fewer no signed-rank test can decide"),
     "alpha": (lambda level: 0 < level <= 0.05, "a one-sided level above 0 and up to 0.05; 0.025 is usual"),
     "aa_level": (lambda level: 0 < level <= 0.2, "a two-sided level above 0 and up to 0.2"),
-    "cooldown_s": _from(0),
-    **{name: _from(1) for name in ("ranks", "memory_nodes")},
+    "cooldown_s": _from(0, 3600),
+    "ranks": _from(1, 64),
+    "memory_nodes": _from(1, 1024),
     "mechanism": (bool, "at least one metric with the predicted direction"),
-    **{f"workload.{name}": _from(1) for name in ("hidden", "layers", "tokens", "steps")},
-    **{f"workload.{name}": _from(0) for name in ("warmup", "rows", "gemms_per_layer")},
-    "workload.sizes": (lambda sizes: all(sizes) and [*sizes] == sorted({*sizes}), "rising numbers of tokens"),
+    **{f"workload.{name}": _from(1, most) for name, most in _MOST.items()},
+    **{f"workload.{name}": _from(0, most) for name, most in (("warmup", 100_000), ("gemms_per_layer", 1000))},
+    "workload.rows": _from(0),
+    "workload.sizes": (
+        lambda sizes: all(1 <= size <= _MOST["tokens"] for size in sizes) and [*sizes] == sorted({*sizes}),
+        f"rising numbers of tokens, 1 to {_MOST['tokens']}",
+    ),
     "workload.reuse": (("low-reuse", "repeated").__contains__, "low-reuse or repeated"),
     **{f"serving.{name}": _from(1) for name in ("requests", "max_batch_tokens", "max_running", "max_waiting")},
     **{f"serving.{name}": _POSITIVE for name in ("rate", "timeout_s", "slo.ttft_ms", "slo.itl_ms")},

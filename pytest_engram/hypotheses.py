@@ -11,7 +11,8 @@ means that the interval says so.  Timings of gates 0 and 1 that did not pass, or
    is what takes time (a token costs more than LAUNCH_BOUND times what it costs in the largest batch) do not speak.
 3. Not enough lead (B1, early arm).  Supported: the first consumer's lookup is not done in more than MOST of the steps,
    and an earlier submission exists: submitted more than LAUNCH_NS after its hashes, or hashes that come that much after
-   main compute began.  Weakened: not done in at most RARE of the steps.
+   main compute began.  Weakened: not done in at most RARE of the steps.  The suite's own loop hashes before its compute
+   and submits at once, so it has no such window; an engine that submits later (a trace, another backend) may.
 4. Prefetch steals (B1, B2; the earlier submission or larger grid against the other).  Supported: the wait shrinks,
    main compute and the layers up to the last consumer slow down (main compute beyond its margin), and the step gains
    less than GAINLESS.  Weakened: main compute within its margin and a shorter step.

@@ -208,14 +208,14 @@ class Peer:
         )  # fmt: skip
 
     def _sweep(self, engine: Engine, settings: StepSettings) -> Iterator[SweepSample]:
-        """The other batch sizes with every rank at work; then 1, 2, 4 … and all ranks at the workload's own size.
+        """1, 2, 4 … and all ranks at work, at every batch size; ranks that share the heads only work together.
 
-        Ranks that share the heads can only work together.
+        What would repeat the run's own steps, all that can be at its own size, is left out.
         """
-        size = self.group.size
-        counts = [count for count in range(1, size + 1) if count == size or count & (count - 1) == 0]
-        points = [(tokens, size) for tokens in self.work.sizes]
-        points += [(self.work.tokens, count) for count in counts if 1 < size > self.shard[1]]
+        size, free = self.group.size, self.shard[1] == 1
+        counts = [count for count in range(1, size + 1) if count == size or (free and count & (count - 1) == 0)]
+        sizes = self.work.sizes if len(counts) == 1 else (*self.work.sizes, self.work.tokens)
+        points = [(tokens, count) for tokens in sizes for count in counts]
         for tokens, peers in points:
             self.group.barrier(step=f"sweep of {tokens} tokens, {peers} at work")
             if self.group.rank < peers:

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_engram import gates, ledger, policies, schedule
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.experiment_rules import settings
-from pytest_engram.layout import EngramLayout
+from pytest_engram.layout import EngramLayout, head_shard
 from pytest_engram.model import Experiment, PlacementPlan, Plan, Topology
 from pytest_engram.needs import requirement
 from pytest_engram.numa.mounts import mount_policy
@@ -37,6 +37,8 @@ def make_plan(experiment: Experiment, topology: Topology, choices: Choices) -> P
     problem = requirement(experiment, topology, choices.engine, choices.engines)
     if problem is not None:
         raise NotMeasurable(problem.message, code=problem.code, who=experiment.id)
+    if experiment.workload.tensor_parallel:
+        head_shard(EngramLayout.deepseek_v41().primes[0], experiment.ranks, 0)  # refuses a rank without heads
     experiment = replace(experiment, blocks=choices.blocks or experiment.blocks)
     placements = {arm: _placement(experiment, arm, topology, choices.engine) for arm in experiment.arms}
     rows = table_rows(experiment, topology, choices.rows, copies=max(len(p.tables) for p in placements.values()))

@@ -15,6 +15,7 @@ from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import PlacementPlan, TablePlan, Topology
 
+BACKING_NAMES = ("tmpfs", "memfd", "hugetlb", "anon-thp", "pinned", "cumem")  # of numa.backing and engines.backings
 Tables = tuple[TablePlan, ...]
 Nodes = tuple[int, ...]
 

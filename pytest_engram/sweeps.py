@@ -38,12 +38,12 @@ def samples(run: RunRecord, ranks: int) -> Iterator[SweepSample]:
 
 
 def cells(run: RunRecord, ranks: int) -> dict[tuple[int, int], Cell]:
-    """(tokens, peers at work) -> each rank's sample, of those with a lookup."""
+    """(tokens, peers at work) -> each rank's sample; no cell unless every one of these peers looked rows up."""
     found: dict[tuple[int, int], Cell] = {}
     for one in samples(run, ranks):
-        if one.lookup_ns:
+        if one.lookup_ns and one.source_bytes:
             found.setdefault((one.tokens, one.peers), {})[one.rank] = one
-    return found
+    return {key: cell for key, cell in found.items() if len(cell) == key[1]}
 
 
 def rate(found: Iterable[SweepSample], peers: int) -> float:

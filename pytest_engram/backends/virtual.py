@@ -1,8 +1,9 @@
 """A virtual GPU: ``torch.cuda``'s streams, events and graphs on a machine without one, in virtual time.
 
 What is launched waits until :meth:`VirtualCuda.synchronize`, which gives every operation the earliest start that its
-stream and its declared dependencies allow, and runs all of them in the order of their starts.  So a dependency that is
-missing shows in the results, every time and without a sleep; memory is the host's.
+stream and its declared dependencies allow.  What an operation writes shows at its end; if it names that tensor, it
+reads at its start.  So a missing dependency shows in the results, every time and without a sleep, where what should be
+waited for takes long enough: delay it.  Memory is the host's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 KERNEL_NS = 50_000
@@ -19,10 +21,12 @@ KERNEL_NS = 50_000
 class _Operation:
     stream: VirtualStream
     run: Callable[[], Any] = int  # nothing
+    out: Any = None
     ns: int = 0
     after: tuple[Any, ...] = ()
     start: int = 0
     end: int = 0
+    late: Any = None
 
 
 class VirtualStream:
@@ -112,9 +116,9 @@ class VirtualCuda:
         finally:
             self._queue = before
 
-    def launch(self, run: Callable[[], Any], ns: int = KERNEL_NS) -> None:
-        """Enqueue ``run`` on the current stream."""
-        self.put(_Operation(stream=self._current, run=run, ns=ns))
+    def launch(self, run: Callable[[], Any], ns: int = KERNEL_NS, *, out: Any = None) -> None:
+        """Enqueue ``run``, which writes the tensor ``out``, on the current stream; without one it runs at its end."""
+        self.put(_Operation(stream=self._current, run=run, ns=ns, out=out))
 
     def spin(self, ns: int) -> None:
         """Occupy the current stream for that long."""
@@ -132,5 +136,19 @@ class VirtualCuda:
         for one in done:
             one.start = max([one.stream.free_at, *(each.end for each in one.after if each)])
             one.end = one.stream.free_at = one.start + one.ns
-        for one in sorted(done, key=lambda one: one.start):
-            one.run()
+        moments = [(one.end, 0, one.run if one.out is None else partial(_show, one)) for one in done]
+        moments += [(one.start, 1, partial(_read, one)) for one in done if one.out is not None]
+        for *_, act in sorted(moments, key=lambda moment: moment[:2]):  # what ends shows to what then starts
+            act()
+
+
+def _read(one: _Operation) -> None:
+    """Run an operation, and keep what it wrote for its end."""
+    before = one.out.clone()
+    one.run()
+    one.late = one.out.clone()
+    one.out.copy_(before)
+
+
+def _show(one: _Operation) -> None:
+    one.out.copy_(one.late)

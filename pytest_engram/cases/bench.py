@@ -110,7 +110,7 @@ class Streams(Bench):
         self._cuda = cuda = self._made.cuda
         self.main, self.close = cuda.current_stream(), cuda.synchronize
         self._virtual = cuda if isinstance(cuda, VirtualCuda) else None
-        self._launch = self._virtual.launch if self._virtual else lambda run: run()
+        self._launch = self._virtual.launch if self._virtual else lambda run, *, out: run()  # noqa: ARG005
         self.pause = partial(self._virtual.spin if self._virtual else spin, _DELAY_NS)
         self.pause()  # compiles
         cuda.synchronize()
@@ -120,7 +120,7 @@ class Streams(Bench):
         source, *held, rows = self._buffers(len(batch.token_ids))
         fresh, layers = self._fill(source, batch), range(len(LAYERS))
         self.on_hash()
-        self._launch(partial(held[0].copy_, source))
+        self._launch(partial(held[0].copy_, source), out=held[0])
         for group in [layers] if submission == "early" else [[layer] for layer in layers]:
             for layer in group:
                 self._made.submit(layer, held[0][:, layer])
@@ -163,17 +163,21 @@ class Streams(Bench):
         return bool(consumed.elapsed_time(running) > 0)
 
     def captured(self) -> Callable[[HashBatch], Finding | None]:
-        """Capture a step of the largest batch as one graph; what is returned replays it with a batch's ids."""
+        """Capture a step of the largest batch as one graph; what is returned replays it with a batch's ids.
+
+        The ids are written inside, as by a hash kernel, and whatever a case delays is late in each replay.
+        """
         source, ids, rows = self._buffers(MOST)
 
         def once() -> None:
+            self.on_hash()
+            self._launch(partial(ids.copy_, source), out=ids)
             for layer in range(len(LAYERS)):
                 self._made.submit(layer, ids[:, layer])
             self._take(rows, range(len(LAYERS)))
 
         def replay(batch: HashBatch) -> Finding | None:
             fresh = self._fill(source, batch)
-            self._launch(partial(ids.copy_, source))
             graph.replay()
             self._cuda.synchronize()
             return self._judge(rows, fresh)
@@ -188,7 +192,7 @@ class Streams(Bench):
     def _around(self, layer: int, table: Any, out: Any, run: Callable[[], Any]) -> None:
         self.calls.append((layer, self._cuda.current_stream(), table, out.data_ptr()))
         self.on_lookup(layer)
-        self._launch(run)
+        self._launch(run, out=out)
 
     def _buffers(self, tokens: int) -> tuple[Any, Any, Any]:
         """(next ids, ids that the lookups read int32 [T, L, H], rows that come out bf16 [L, T, H, dim])."""
@@ -209,14 +213,14 @@ class Streams(Bench):
 
     def _take(self, rows: Any, layers: Iterable[int]) -> None:
         for layer in layers:
-            self._launch(partial(rows[layer].copy_, self._made.take(layer, rows.shape[1])))
+            self._launch(partial(rows[layer].copy_, self._made.take(layer, rows.shape[1])), out=rows[layer])
 
     def _forget(self, held: list[Any]) -> list[Any]:
         """Give the ids' memory away, as the allocator does unless a stream has told it to keep it."""
         ids = held.pop()
         like = self._torch.full_like(ids, -1)
         if self._virtual and ids.untyped_storage().data_ptr() not in self._virtual.kept:
-            self._launch(partial(ids.copy_, like))
+            self._launch(partial(ids.copy_, like), out=ids)
         del ids
         return [like.clone() for _ in range(64)]  # on a GPU one of these gets that memory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -205,6 +205,12 @@ def source_rows(source: Callable[[Any], tuple[Any, Any]], ids: Any, rows: int, d
     return expected
 
 
+def oracle_rows(layout: EngramLayout, ids: Any, rows: RowSource) -> Iterator[Any]:
+    """Layer by layer the bits u16 [T, H, dim] that ``ids`` int32 [T, L, H] must give."""
+    for layer in range(len(layout.layer_ids)):
+        yield source_rows(partial(rows, layer), ids[:, layer], layout.rows(layer), layout.head_dim)
+
+
 def engine_differs(
     path: Callable[[], Any], batch: HashBatch, layout: EngramLayout, token_map: Any, rows: RowSource
 ) -> Finding | None:
@@ -213,9 +219,8 @@ def engine_differs(
     ids, staged = path()
     if found := ids_differ(ids, expected, layout):
         return found
-    for layer, number in enumerate(layout.layer_ids):
-        want = source_rows(partial(rows, layer), expected[:, layer], layout.rows(layer), layout.head_dim)
-        if found := rows_differ(staged[:, layer], want, expected[:, layer], layer=number):
+    for layer, want in enumerate(oracle_rows(layout, expected, rows)):
+        if found := rows_differ(staged[:, layer], want, expected[:, layer], layer=layout.layer_ids[layer]):
             return found
     return None
 

@@ -84,8 +84,9 @@ def fresh_rows(probe: Probe) -> Finding | None:
 
 
 def graph_replay(probe: Probe) -> Finding | None:
-    """A captured step reads new ids at each replay, eager steps between do not leak, and staging does not move."""
+    """A captured step hashes late and looks up late at each replay; eager steps between and staging's place hold."""
     with _bench(probe, streams=True) as bench:
+        bench.on_hash, bench.on_lookup = bench.pause, partial(_late, bench, len(LAYERS) - 1)
         replay = bench.captured()
         for count in (5, MOST, 1):
             if found := replay(_batch(probe, MOST)) or bench.differs(_batch(probe, count)):

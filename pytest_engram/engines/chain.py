@@ -8,6 +8,7 @@ import numpy as np
 
 from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Workload
+from pytest_engram.rows import gated_residual
 
 _EMBEDDINGS = 1024  # token ids share this many embedding rows: enough to tell tokens apart
 _RANK = 64  # of the projection on CPUs: every row counts, yet it stays a small part of a step
@@ -48,6 +49,31 @@ class Chain:
         half = state.shape[1] // 2
         return state[:, :half], state[:, half:]
 
+    def oracle(self, tokens: Any, keep: Any, rows: dict[int, Any]) -> Any:
+        """Hidden states [T, D] of a step over numpy's ``tokens`` int [T], ``keep`` bool [T] and a layer's own ``rows``,
+        bf16 bits u16 [T, H, dim].
+
+        Rows, projection and gate are float64 on numpy; the main compute is :meth:`layer`, whose weights may fill a GPU.
+        """
+        *down, wkv = (self._host(weight).astype(np.float64) for weight in self._projection)
+        query, key_norm, embedding = map(self._host, (self.query_norm, self.key_norm, self._embedding))
+        hidden = embedding[tokens % _EMBEDDINGS].astype(np.float64)
+        for number in range(len(self._gemms)):
+            if number in rows:
+                state = Chain._decode(self, rows[number]).astype(np.float64)
+                for weight in down:
+                    state = state @ weight
+                key, value = np.split(Chain._normal(self, state) @ wkv, 2, axis=1)
+                hidden = gated_residual(hidden, key, value, query, key_norm, keep=keep)
+            hidden = self._host(self.layer(self._placed(hidden.astype(np.float32)), number)).astype(np.float64)
+        return hidden
+
+    def _host(self, array: Any) -> Any:
+        return array
+
+    def _placed(self, array: Any) -> Any:
+        return array
+
     def _wkv(self, rows: int, columns: int) -> list[Any]:
         return [self._weight(rows, _RANK), self._weight(_RANK, columns)]
 
@@ -82,6 +108,12 @@ class TorchChain(Chain):
         self._head = _HEAD if workload.hidden % _HEAD == 0 else workload.hidden
         self._context = self._draw(2, 1, workload.hidden // self._head, _CONTEXT, self._head).bfloat16()
         super().__init__(layout, workload, seed)
+
+    def _host(self, array: Any) -> Any:
+        return array.cpu().float().numpy()
+
+    def _placed(self, array: Any) -> Any:
+        return self._torch.from_numpy(array).to(self._device)
 
     def _wkv(self, rows: int, columns: int) -> list[Any]:
         return [self._weight(rows, columns)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class CudaEngine(SuiteEngine):
     """One rank's suite loop on the GPU ``rank`` modulo the visible ones."""
 
     name = "cuda"
+    tolerance = 0.08  # 560 GEMMs in bf16: 0.04
 
     def __init__(self, setup: EngineSetup, platform: Platform | None = None) -> None:
         if self.name not in setup.backend.engines:
@@ -106,7 +107,8 @@ class CudaEngine(SuiteEngine):
         """Whatever a graph needs but its launch; its rows are those of the whole step."""
         if not settings.graph:
             return super()._ready(batch, settings, full=full, main=main)
-        wide = padded(batch, self._setup.max_tokens)
+        inline = settings.lane(0, len(batch.token_ids)) is None  # what is padded does not count
+        settings, wide = replace(settings, inline_above=0 if inline else None), padded(batch, self.max_tokens)
         tokens, keep = self._stage(wide)
         fresh = (tokens, keep, *(each for each in self._launch.args if hasattr(each, "copy_")))
         key = settings, full, tuple(tuple(each.shape) for each in fresh)

@@ -6,7 +6,7 @@ consumer), runs the layers' main compute, waits for each lookup at its own layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,6 +88,8 @@ class Engine(Protocol):
 
     name: str
     resolution_ns: int
+    max_tokens: int
+    tolerance: float  # of a state's RMS: how far a step may be from its ``oracle``
     hold: bool  # an asynchronous engine starts a step only when all of it is enqueued: events then time the device
 
     def step(
@@ -97,6 +99,12 @@ class Engine(Protocol):
 
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
         """(ids int32 [T, L, H], staged rows u16 [T, L, H, dim] of all shards) as numpy, on the path of a step."""
+
+    def oracle(self, batch: HashBatch, rows: Iterable[Any]) -> Any:
+        """States [T, D] that a step over ``batch`` must give, were each layer's rows these bits u16 [T, H, dim].
+
+        On the engine's weights, but on no path of a step; collective for no group.
+        """
 
     def alone_ns(self, batch: HashBatch, settings: StepSettings) -> int:
         """ΣL_i of the batch's lookups with no main compute beside them: same queue and staging, never in a graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ class SuiteEngine:
     _finish: Callable[[Any], Any]  # wait for a result and bring it to numpy
 
     def __init__(self, setup: EngineSetup, tables: tuple[tuple[Any, Any], ...]) -> None:
-        self._setup, self._tables = setup, consumers(setup)
+        self._setup, self._tables, self.max_tokens = setup, consumers(setup), setup.max_tokens
         if setup.shard[1] > 1 and setup.gather is None:
             raise UsageError(f"shard {setup.shard} without a gather", code="no-gather", who=f"{self.name} engine")
         self._hasher = setup.backend.hasher(setup.layout, setup.token_map, slot_cache=False)
@@ -74,6 +74,10 @@ class SuiteEngine:
         main = end - begin - trace.spent_ns("wait_before", "wait_after") - gathers
         return StepResult(end - begin, main, states, line, gathers if self._setup.shard[1] > 1 else None)
 
+    def oracle(self, batch: HashBatch, rows: Iterable[Any]) -> Any:
+        """See :class:`~pytest_engram.engines.protocol.Engine`."""
+        return self._chain.oracle(batch.token_ids, ~batch.dead, dict(zip(self._tables, rows, strict=True)))
+
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
         """See :class:`~pytest_engram.engines.protocol.Engine`; the same queue and the same staging as a step."""
         run, count = self._begin(batch, settings, full=False, main=False), len(batch.token_ids)
@@ -95,7 +99,7 @@ class SuiteEngine:
 
     def _begin(self, batch: HashBatch, settings: StepSettings, *, full: bool, main: bool = True) -> Callable[[], Ran]:
         """Refuse what cannot run; what is returned runs the step, or without ``main`` its lookups only."""
-        most, tokens = self._setup.max_tokens, len(batch.token_ids)
+        most, tokens = self.max_tokens, len(batch.token_ids)
         if tokens > most:
             expected, who = f"at most {most}, the size of the staging buffer", f"{self.name} engine"
             raise UsageError(f"{tokens} tokens in a batch", code="too-many-tokens", who=who, expected=expected)

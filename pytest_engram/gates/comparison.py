@@ -19,6 +19,7 @@ from pytest_engram.gates.reasons import REASONS, Finding
 from pytest_engram.model import Effect, Evidence, MetricRule, RunRecord, Status, Timeline, Topology, Verdict
 
 ENGINE_MODULES = "engine modules"  # what the receipt of an engine's own modules says under ``subject``
+REPEATED = ", repeated rows: the gain may be cache"  # behind every subject of such a workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class Case:
     def subject(self) -> str:
         """What the arms ran: "engine modules" where every receipt says so, else what the experiment names."""
         said = {run.fingerprint.get("backend.subject") for run in self.runs.values()}
-        return ENGINE_MODULES if said == {ENGINE_MODULES} else self.experiment.subject
+        name = ENGINE_MODULES if said == {ENGINE_MODULES} else self.experiment.subject
+        return name + REPEATED * (self.experiment.workload.reuse == "repeated")
 
     def of(self, arm: str) -> list[RunRecord]:
         """The sound runs of one arm, in order of their index."""

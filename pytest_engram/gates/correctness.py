@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from pytest_engram.model import CorrectnessSample, Problem, RunRecord, Status
 
 _WORST_FIRST = (Status.INVALID, Status.PASS, Status.FAIL, Status.NOT_MEASURED, Status.INCONCLUSIVE, Status.BLOCKED)
 _UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")  # as the runner writes it: order of text is order of time
+_ENGINE_CASES = ("engine", "engine-edges")
 _EVERY_CASE = "every supported case in every arm, before and after timing"
 
 
@@ -84,16 +86,25 @@ def _all_problems(case: Case) -> list[Problem]:
 
 
 def _missing(case: Case) -> Iterator[Finding]:
-    seen: dict[tuple[str, str], set[str]] = {(arm, at): set() for arm in case.arms for at in ("before", "after")}
-    for run, moment, sample in _samples(case.runs.values()):
-        seen[run.arm, moment] |= {sample.case} if sample.supported else set()
-    everything = set().union(*seen.values())
-    for (arm, moment), names in seen.items():
-        if not names:
-            yield Finding("no-correctness", f"arm {arm}: no supported case {moment} timing", _EVERY_CASE)
-        elif names != everything:
-            lacking = f"arm {arm}, {moment} timing, lacks: {', '.join(sorted(everything - names))}"
-            yield Finding("cases-missing", lacking, "the same supported cases everywhere")
+    """Every run has every case, before and after timing, once on every rank; the engine's own and H and L are there."""
+    cells = [
+        (f"arm {run.arm}, run {run.index}, {moment} timing", Counter(one.case for one in samples if one.supported))
+        for run in case.runs.values()
+        for moment, samples in (("before", run.correctness_before), ("after", run.correctness_after))
+    ]
+    cells += [(f"arm {arm}", Counter()) for arm in case.arms if not case.of(arm)]
+    everything = set(_ENGINE_CASES).union(*(times for _, times in cells))
+    for where, times in cells:
+        if not times:
+            yield Finding("no-correctness", f"{where}: no supported case", _EVERY_CASE)
+        lacking = sorted(name for name in everything if times[name] != case.experiment.ranks)
+        if lacking:
+            seen = f"{where}, not once on every rank: {', '.join(lacking)}"
+            yield Finding("cases-missing", seen, "the same supported cases everywhere")
+    lines = " ".join(sample.contract for _, _, sample in _samples(case.runs.values()) if sample.supported)
+    for letter in "HL":
+        if not re.search(rf"\b{letter}\d", lines):
+            yield Finding("cases-missing", f"no supported case of a contract line {letter}", "H and L lines")
 
 
 def _storage(case: Case) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ REASONS: dict[str, tuple[Status, str]] = {
     "unscheduled-run": (_INVALID, "a run that the schedule does not have cannot be used: measure again"),
     # 1 treatment
     "treatment-delivered": (_PASS, ""),
+    "samples-not-as-planned": (_INVALID, "record all that was planned, on every rank, and measure everything again"),
     "undeclared-difference": (_INVALID, "make the arms equal in what is named, or declare it as the variable"),
     "no-fingerprint": (_ABSENT, "record what each arm really ran with; nothing else shows that only one thing differs"),
     "pages-not-audited": (_ABSENT, "audit every rank after registration, after load and after replay"),

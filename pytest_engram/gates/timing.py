@@ -68,12 +68,16 @@ def _serial(case: Case) -> Iterator[Finding]:
 
 
 def _floor(case: Case) -> Iterator[Finding]:
-    """Distinct rows cannot arrive faster than the link carries a copy, at its best in any run; silent without one."""
+    """Distinct rows cannot arrive faster than the link carries a copy, at its best in any run; silent without one.
+
+    All rows count where nobody counted the distinct ones, except where the workload repeats them.
+    """
     rates = [run.drift[key] for run in case.runs.values() for key in run.drift if key.endswith("link_bytes_per_s")]
     for run in case.runs.values() if rates else ():
-        for sample in (sample for sample in run.overlap if sample.state == "low-reuse"):
+        for sample in run.overlap:
             busy, rows = metrics.busy_ns(sample), sample.distinct_bytes
-            rows = sample.source_bytes if rows is None else rows
+            if rows is None:
+                rows = 0 if case.experiment.workload.reuse == "repeated" else sample.source_bytes
             least = 1e9 * ledger.link_floor_s(rows, max(rates))
             if busy is not None and busy < least:
                 where = f"arm {run.arm}, run {run.index}, rank {sample.rank}"

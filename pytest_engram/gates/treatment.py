@@ -9,12 +9,15 @@ from typing import Any
 from pytest_engram.experiment_rules import settings
 from pytest_engram.gates.comparison import Case, marked_steps
 from pytest_engram.gates.placement import huge_pages, placement
+from pytest_engram.gates.planned import planned
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import RunRecord, Timeline
+from pytest_engram.schedule import TWIN
 
 
 def treatment(case: Case) -> Iterator[Finding]:
-    """Gate 1: conditions first (fingerprints, grids, huge pages), then the treatment of the experiment's variable."""
+    """Gate 1: what was planned, conditions (fingerprints, grids, huge pages), then the treatment of the variable."""
+    yield from planned(case)
     yield from _conditions(case)
     yield from huge_pages(case)
     yield from _TREATMENTS[case.experiment.variable](case)
@@ -31,7 +34,8 @@ def _conditions(case: Case) -> Iterator[Finding]:
                 seen = f"{key}: {first.get(key)} in {runs[0].arm}, {found.get(key)} in {run.arm}"
                 yield Finding("undeclared-difference", seen, "only the variable differs")
     base = _by_shape(case.launches("A"))
-    for arm in case.candidates if case.experiment.variable not in ("cap", "backend") else ():
+    alike = () if case.experiment.variable in ("cap", "backend") else case.candidates
+    for arm in (TWIN, *alike):
         for shape, grids in _by_shape(case.launches(arm)).items():
             if grids != base.get(shape, grids):
                 _, layer, rows = shape
@@ -166,8 +170,8 @@ def _cap(case: Case) -> Iterator[Finding]:
     grids = {arm: {grid for *_, grid in found} for arm, found in launches.items()}
     for arm, ran in grids.items():
         cap = case.experiment.arms[arm]["cap"]
-        if not ran:
-            yield Finding("no-timelines", f"arm {arm}", "in every arm")
+        if {rank for rank, *_ in launches[arm]} != {*range(case.experiment.ranks)}:
+            yield Finding("no-timelines", f"arm {arm}", "on every rank")
         if cap is not None and max(ran) > cap:
             yield Finding("cap-not-obeyed", f"arm {arm}: {max(ran)} programs", f"≤ {cap}")
     like = {arm: next(other for other in launches if launches[other] == found) for arm, found in launches.items()}

@@ -17,6 +17,7 @@ _SCOPE_NODE = 0  # NVML_AFFINITY_SCOPE_NODE
 _P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 _CLOCK_SM = 1  # NVML_CLOCK_SM
 _LINKS = 18  # NVML_NVLINK_MAX_LINKS
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _HOST_NUMA_ID = 134  # CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, -1 where the system has no NUMA
 _WORDS = 64  # room for 4,096 CPUs or nodes
 COUNTERS = ("sm_mhz", "throttle_reasons", "pcie_to_host_kb_per_s", "pcie_from_host_kb_per_s")
@@ -174,8 +175,11 @@ class Nvml(_Library):
 
 
 def cuda_host_nodes(load: Load = ctypes.CDLL) -> dict[str, GpuAnswer]:
-    """CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID of the GPUs that CUDA_VISIBLE_DEVICES leaves; no context is created."""
+    """CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID of the GPUs that CUDA_VISIBLE_DEVICES leaves, in CUDA's order: entry r is
+    ``cuda:r``, and there may be none.  No context is created."""
     cuda, count = _Library(load, "libcuda.so.1"), ctypes.c_int()
+    if cuda.ask("cuInit", ctypes.c_uint(0)) == f"cuInit: {cuda.describe(_NO_DEVICE)}":
+        return {}
     cuda.need("cuInit", ctypes.c_uint(0))
     cuda.need("cuDeviceGetCount", ctypes.byref(count))
     return dict(_host_node(cuda, index) for index in range(count.value))

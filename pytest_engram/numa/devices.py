@@ -14,6 +14,7 @@ Said = Mapping[str, GpuAnswer]  # by PCI address, or by the name of the source
 GpuSource = Callable[[], Said]
 Paths = Mapping[str, tuple[str, ...]]
 
+ENUMERATES = "cuda host_numa_id"  # the source that names the GPUs in this process's own order: rank r drives the r-th
 _BUS = "sys/bus/pci/devices"
 _DRIVER = "proc/driver/nvidia/gpus"
 _ADDRESS = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
@@ -24,20 +25,30 @@ _VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD: a server's management VGA is no 
 def read_gpus(
     tree: Tree, nodes: tuple[NumaNode, ...], sources: Mapping[str, GpuSource], *, stand_ins: bool
 ) -> tuple[tuple[Gpu, ...], set[int], list[str]]:
-    """(GPUs in PCI order, the nodes that a GPU, its driver or the firmware claims, notes on sources that failed)."""
+    """(GPUs, the nodes that a GPU, its driver or the firmware claims, notes).
+
+    The GPUs are those that CUDA shows this process, in CUDA's order: it alone resolves CUDA_VISIBLE_DEVICES (indices,
+    UUIDs, MIG) and CUDA_DEVICE_ORDER.  Where CUDA was not asked or refuses, so no rank can run, all in PCI order.
+    """
     notes: list[str] = []
-    answers = {name: _ask(name, source, notes) for name, source in sources.items()}
+    heard = {name: _ask(name, source, notes) for name, source in sources.items()}
+    answers = {name: said or {} for name, said in heard.items()}
     found = {pci for pci in tree.names(_BUS, _ADDRESS) if _is_gpu(tree, pci, stand_ins=stand_ins)}
     found = found.union(*answers.values())
     paths = {pci: _path(tree, pci) for pci in sorted(found)}
     claimed = set(tree.numbers("sys/devices/system/node/has_generic_initiator") or ()) if found else set()
-    gpus = []
+    gpus = {}
     for pci in paths:
         said = {**_sysfs(tree, pci, nodes), **{name: known.get(pci, GpuAnswer()) for name, known in answers.items()}}
-        gpus.append(_gpu(tree, pci, nodes, said, paths))
+        gpus[pci] = _gpu(tree, pci, nodes, said, paths)
         claimed.update(answer.own_node for answer in said.values() if answer.own_node is not None)
         claimed.update(map(int, re.findall(r"Node:\s*(\d+)", tree.text(f"{_DRIVER}/{pci}/numa_status") or "")))
-    return tuple(gpus), claimed, notes
+    order = heard.get(ENUMERATES)
+    if order is None or list(order) == list(gpus):
+        return tuple(gpus.values()), claimed, notes
+    hidden = ", ".join(pci for pci in gpus if pci not in order) or "none"
+    notes.append(f"CUDA shows {len(order)} of {len(gpus)} GPUs, in its own order; hidden: {hidden}")
+    return tuple(gpus[pci] for pci in order), claimed, notes
 
 
 def normal_pci(text: str) -> str:
@@ -46,12 +57,12 @@ def normal_pci(text: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def _ask(name: str, source: GpuSource, notes: list[str]) -> dict[str, GpuAnswer]:
+def _ask(name: str, source: GpuSource, notes: list[str]) -> dict[str, GpuAnswer] | None:
     try:
         return {normal_pci(pci): answer for pci, answer in source().items()}
     except EngramError as error:
         notes.append(f"{name}: {error.seen}")
-        return {}
+        return None
 
 
 def _is_gpu(tree: Tree, pci: str, *, stand_ins: bool) -> bool:

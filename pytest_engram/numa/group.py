@@ -73,8 +73,9 @@ class Channel:
         """The socket's descriptor, so that a selector takes a channel as it is."""
         return self._stream.fileno()
 
-    def send(self, frame: Frame) -> None:
-        """Write one frame; NaN and infinities are refused."""
+    def send(self, frame: Frame, within_s: float | None = None) -> None:
+        """Write one frame, ``TimeoutError`` or ``BlockingIOError`` if the other side does not take it ``within_s``."""
+        self._stream.settimeout(within_s)
         self._stream.sendall(json.dumps(frame, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
     def poll(self, flags: int = 0) -> list[Frame] | None:

@@ -16,7 +16,7 @@ from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa.group import Channel, Frame
 
 _EXIT_WAIT_S = 2.0
-_START_S = 120.0
+START_S = 120.0
 OnEvent = Callable[[int, Any], None]
 
 
@@ -56,7 +56,9 @@ class Hub:
 
     def tell(self, error: EngramError, grace_s: float) -> None:
         """Tell every rank, then wait until those that are still well have hung up, at most ``grace_s``."""
-        self._send(self.members, {"error": error.to_wire()})
+        for member in self.members:
+            with contextlib.suppress(OSError):  # dead, or hung behind a full socket
+                member.channel.send({"error": error.to_wire()}, 0.0)
         end = time.monotonic() + grace_s
         while (left := end - time.monotonic()) > 0 and any(not m.gone and self._left(m) >= 0 for m in self.members):
             for key, _ in self._selector.select(left):
@@ -73,7 +75,7 @@ class Hub:
         """Seconds until the member has been silent for too long; no end while it waits, or after its result."""
         if member.done or member.waiting is not None:
             return math.inf
-        allowed = self.deadline_s if member.started else max(self.deadline_s, _START_S)
+        allowed = self.deadline_s if member.started else max(self.deadline_s, START_S)
         return member.heard + allowed - time.monotonic()
 
     def _read(self, member: Member) -> None:
@@ -110,13 +112,18 @@ class Hub:
         values = [value for member in waiting for value in member.waiting or ()]
         for member in waiting:
             member.waiting, member.heard = None, time.monotonic()
-        self._send(waiting, {"values": values})
+            self.send(member, {"values": values}, self.deadline_s)
 
-    @staticmethod
-    def _send(members: Sequence[Member], frame: Frame) -> None:
-        for member in members:
-            with contextlib.suppress(OSError):  # a dead rank is reported by its EOF
-                member.channel.send(frame)
+    def send(self, member: Member, frame: Frame, within_s: float) -> None:
+        """Write a frame to one rank; ``PeerError`` (``peer-deadline``) if it has not taken it ``within_s``."""
+        try:
+            member.channel.send(frame, within_s)
+        except TimeoutError:
+            for other in self.members:  # nobody was listened to meanwhile
+                other.heard = -math.inf if other is member else time.monotonic()
+            raise self._silence([member]) from None
+        except OSError:  # a dead rank is reported by its EOF
+            pass
 
     def _drop(self, member: Member) -> None:
         if not member.gone:

@@ -24,7 +24,8 @@ def read_topology(
     """The machine below ``root`` (a recorded tree reads like the live one).
 
     ``gpu_sources`` adds answers that sysfs cannot give, each under its own name; a source that raises an
-    ``EngramError`` becomes a note.  ``stand_ins`` counts every display-class PCI device as a GPU (for guests).
+    ``EngramError`` becomes a note.  With CUDA's answer GPU r is this process's ``cuda:r``, else they are in PCI order.
+    ``stand_ins`` counts every display-class PCI device as a GPU (for guests).
     Raises ``NotMeasurable`` where /proc or /sys cannot be read, ``EngramError`` on text the kernel never writes.
     """
     tree = Tree(root)

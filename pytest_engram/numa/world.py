@@ -24,7 +24,7 @@ from typing import Any
 from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.group import Channel, LocalGroup
-from pytest_engram.numa.hub import Hub, Member, OnEvent
+from pytest_engram.numa.hub import START_S, Hub, Member, OnEvent
 
 GRACE_S = 3.0  # for well ranks to undo what they registered, after one failed
 _KILL_AFTER_S = 1.0
@@ -61,8 +61,7 @@ def _serve(hub: Hub, entry: str, payload: Any, ranks: Sequence[RankSpec]) -> lis
     start = {"entry": entry, "payload": payload, "parent": os.getpid(), "heartbeat_s": min(1.0, hub.deadline_s / 4)}
     try:
         for member, spec in zip(hub.members, ranks, strict=True):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a stillborn rank is reported by its EOF
-                member.channel.send({**start, "cpus": spec.cpus})
+            hub.send(member, {**start, "cpus": spec.cpus}, max(hub.deadline_s, START_S))
         results = hub.serve()
     except PeerError as error:
         hub.tell(error, GRACE_S)

@@ -182,7 +182,8 @@ def _lines(
     shape = ", ".join(f"{name} {_range(getattr(mark, name) for mark in marks)}" for name in ("rows", "tiles", "grid"))
     read, staged = samples[0].source_bytes, samples[0].staging_bytes
     distinct = {sample.distinct_bytes for sample in samples} - {None}
-    again = ", ".join(f"{1 - (size or 0) / read:.1%} read again" for size in distinct) or "repeated rows not recorded"
+    shares = (f"{1 - (size or 0) / (read or 1):.1%} read again" for size in distinct)
+    again = ", ".join(shares) or "repeated rows not recorded"
     busy = numbers.median(metrics.busy_ns(sample) for sample in samples)
     yield "source", read, busy, f"{shape}; {again}"
     alone = numbers.median(ns for sample in samples for ns in sample.alone_ns)

@@ -58,7 +58,7 @@ def shares_of(table):
 class Lab:
     """Builds evidence of the suite's own experiments; every number is seeded."""
 
-    def experiment(self, name, **changes):
+    def experiment(self, name, requests=120, **changes):
         """The suite's own experiment with numbers of this laboratory, so that tuning a YAML breaks no test."""
         loaded = experiment.load(EXPERIMENTS / f"{name}.yaml")
         peers = (rule("communication", "down", 0.02),) if loaded.ranks > 1 else ()
@@ -69,7 +69,12 @@ class Lab:
         }  # fmt: skip
         if loaded.serving is None:  # what engines do today: no load, so nothing of a server to compare
             fixed |= {"end_to_end": (), "guards": ()}
-        return replace(loaded, **{**fixed, **changes})
+        chosen = replace(loaded, **{**fixed, **changes})
+        work = replace(chosen.workload, tokens=64, engram_layers=(1, 6), steps=1)
+        load = chosen.serving and replace(
+            chosen.serving, rate=60.0, requests=requests, slo=Slo(ttft_ms=1e3, itl_ms=1e3)
+        )
+        return replace(chosen, workload=work, serving=load)
 
     def topology(self):
         nodes = tuple(
@@ -142,7 +147,8 @@ class Lab:
         ranked = by_rank.get(arm, {}) if cell.arm == arm else {}
         return RunRecord(
             index=cell.index, block=cell.block, arm=cell.arm, started_at=_stamp(cell.index), seconds=3.0,
-            fingerprint=self.fingerprint(plan, arm), correctness_before=self.cases(), correctness_after=self.cases(),
+            fingerprint=self.fingerprint(plan, arm),
+            correctness_before=self.cases() * len(ranks), correctness_after=self.cases() * len(ranks),
             placement=tuple(self.audits(plan, arm, rank) for rank in ranks),
             overlap=tuple(
                 overlap(plan, arm, rank, value["lookup"] * math.exp(ranked.get(rank, 0.0)), value["exposed_wait"])
@@ -152,7 +158,7 @@ class Lab:
                 ComputeSample(rank=rank, tokens=64, step_ns=(step,), main_ns=(int(value["main_compute"]),))
                 for rank in ranks
             ),
-            serving=tuple(serving(rank, value) for rank in ranks),
+            serving=tuple(serving(rank, value, plan.experiment.serving) for rank in ranks if plan.experiment.serving),
             drift={"cpu_mhz": 3000.0, "load_1min": 1.0,
                    "graph_replays": 24.0 * experiment_rules.settings(plan.experiment, arm)["graph"]},
         )  # fmt: skip
@@ -167,7 +173,10 @@ class Lab:
         }  # fmt: skip
 
     def cases(self):
-        names = (("padding", "H9"), ("dead-id", "L3"), ("shared-bytes", "S6"), ("prefix-hit", "H12"))
+        names = (
+            ("engine", "L1"), ("engine-edges", "L1"), ("padding", "H9"), ("dead-id", "L3"), ("shared-bytes", "S6"),
+            ("prefix-hit", "H12"),
+        )  # fmt: skip
         sound = tuple(CorrectnessSample(case=case, contract=contract, passed=True) for case, contract in names)
         return (*sound, CorrectnessSample(case="replay", contract="P5", passed=False, supported=False))
 
@@ -212,12 +221,14 @@ def overlap(plan, arm, rank, lookup, exposed):
     spans.append(Span(name="compute", layer=1, start=marks[0].done, end=marks[0].done + 50))
     line = Timeline(rank=rank, step=0, begin=0, end=10 * length, tokens=64, lookups=tuple(marks), spans=tuple(spans))
     return OverlapSample(
-        rank=rank, state="low-reuse", timelines=(line,), resolution_ns=50, source_bytes=811_008, staging_bytes=1
-    )
+        rank=rank, state=plan.experiment.workload.reuse, timelines=(line,), resolution_ns=50, source_bytes=811_008,
+        staging_bytes=1,
+    )  # fmt: skip
 
 
-def serving(rank, value, planned=120):
-    """``planned`` requests; those that were not rejected meet the limits, over a duration that gives the goodput."""
+def serving(rank, value, load):
+    """The planned requests; those that were not rejected meet the limits, over a duration that gives the goodput."""
+    planned = load.requests
     served = planned - int(value["rejected"])
     requests = [
         RequestRecord(arrival_ms=float(number), prompt_tokens=8, output_tokens=4, status="ok",
@@ -229,9 +240,7 @@ def serving(rank, value, planned=120):
         for number in range(served, planned)
     ]
     duration = served / value["goodput"] if value["goodput"] > 0 else 2.0
-    return ServingSample(
-        rank=rank, slo=Slo(ttft_ms=1e3, itl_ms=1e3), rate=60.0, duration_s=duration, requests=tuple(requests)
-    )
+    return ServingSample(rank=rank, slo=load.slo, rate=load.rate, duration_s=duration, requests=tuple(requests))
 
 
 def change_runs(evidence, change, where=None):

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from pytest_engram import experiment
+from pytest_engram.engines.backings import CUDA_BACKINGS
 from pytest_engram.errors import UsageError
 from pytest_engram.experiment_rules import RULE_LISTS
 from pytest_engram.model import Claim
+from pytest_engram.numa.backing import BACKINGS
+from pytest_engram.policies import BACKING_NAMES
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "experiments"
 B1 = """\
@@ -102,6 +105,11 @@ def test_the_suites_own_experiments_load():
     assert all(getattr(e, name) for e in found.values() for name in RULE_LISTS)
 
 
+def test_the_rules_know_every_backing():
+    """The names that an experiment may give are those of the kernel's objects and of the engines'."""
+    assert {*BACKING_NAMES} == {*BACKINGS, *CUDA_BACKINGS}
+
+
 def test_a_model_stands_where_the_workload_gives_nothing():
     """A preset's entries are taken, explicit ones win, and the result is as if all had been written out."""
     bare = re.sub(r"  (hidden|layers|engram_layers|tokens|gemms_per_layer): .*\n", "", B1)
@@ -183,6 +191,15 @@ def test_b1_fits_a_small_machine():
         ("  tokens: 64", "  tokens: 64\n  sizes: [8, 1]", "rising numbers of tokens"),
         ("  tokens: 64", "  tokens: 64\n  model: gpt", "one of: cpu, deepseek-v4.1, v4.1-short"),
         ("  tokens: 64", "  tokens: 64\n  model: 4", "text"),
+        ("  tokens: 64", "  tokens: 64\n  sizes: [-1, 8]", "1 to 65536"),
+        ("  tokens: 64", "  tokens: 64\n  sizes: [65537]", "1 to 65536"),
+        ("  tokens: 64", "  tokens: 65537", "at most 65536"),
+        ("  hidden: 256", "  hidden: 65537", "at most 65536"),
+        ("  layers: 8", "  layers: 1025", "at most 1024"),
+        ("  steps: 24", "  steps: 100001", "at most 100000"),
+        ("ranks: 1", "ranks: 65", "at most 64"),
+        ("blocks: 8", "blocks: 1001", "at most 1000"),
+        ("backing: tmpfs", "backing: floppy", "one of: tmpfs, memfd, hugetlb, anon-thp, pinned, cumem"),
         ("direction: down, margin: 0.05", "direction: down, margin: -0.05", "a share"),
         ("direction: down, margin: 0.05", "direction: up, margin: 0.05", "where good lies"),
         ("metric: main_compute", "metric: main_computer", "one of: lookup"),

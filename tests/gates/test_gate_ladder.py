@@ -199,7 +199,6 @@ def test_two_streams_are_void_though_they_are_what_was_asked(lab):
         ("rank1.link_bytes_per_s", {}, True),
         ("link_bytes_per_s", {"distinct_bytes": 190_000}, False),
         ("link_bytes_per_s", {"distinct_bytes": 210_000}, True),
-        ("link_bytes_per_s", {"state": "repeated"}, False),
         ("pcie_rx_kb_per_s", {}, False),
     ],
 )
@@ -213,6 +212,36 @@ def test_the_floor_is_of_distinct_rows(lab, change, key, fields, void):
     effects = {"B": {"exposed_wait": -0.5, "goodput": 0.2}}  # lookups as long as A's
     verdict = gates.evaluate(change(lab.evidence("B1", effects=effects), linked))
     assert (verdict.gates[2].reason == "faster-than-link") == void
+
+
+@pytest.mark.parametrize(("distinct", "void"), [(None, False), (190_000, False), (210_000, True)])
+def test_repeated_rows_have_the_floor_of_their_distinct_ones(lab, change, distinct, void):
+    """Where the workload repeats rows only the distinct ones must cross the link; uncounted ones prove nothing."""
+
+    def linked(run):
+        overlap = tuple(replace(sample, distinct_bytes=distinct) for sample in run.overlap)
+        return replace(run, drift={**run.drift, "link_bytes_per_s": 1e8}, overlap=overlap)
+
+    effects = {"B": {"exposed_wait": -0.5, "goodput": 0.2}}
+    evidence = lab.evidence("B1", effects=effects, workload=Workload(reuse="repeated"))
+    assert (gates.evaluate(change(evidence, linked)).gates[2].reason == "faster-than-link") == void
+
+
+def test_the_links_best_run_is_the_floor(lab, change):
+    """One run with a slow link does not void lookups that the link carries at its best."""
+
+    def linked(run):
+        return replace(run, drift={**run.drift, "link_bytes_per_s": 1e9 if run.index else 1e8})
+
+    evidence = lab.evidence("B1", effects={"B": {"exposed_wait": -0.5, "goodput": 0.2}})
+    assert gates.evaluate(change(evidence, linked)).status is Status.PASS
+
+
+def test_repeated_rows_are_named_wherever_the_subject_is(lab):
+    """A gain over repeated rows may be cache: the one sentence and the verdict's subject say so."""
+    verdict = gates.evaluate(lab.evidence("B1", workload=Workload(reuse="repeated")))
+    assert verdict.sentence.endswith("subject: suite loop, repeated rows: the gain may be cache.")
+    assert "cache" not in gates.evaluate(lab.evidence("B1")).sentence
 
 
 @pytest.mark.parametrize(("key", "value"), [("rank1.sm_mhz", 900.0), ("rank1.throttle_reasons", 64.0)])

@@ -1,5 +1,6 @@
 """Every reason of the table is reached by evidence that is broken in exactly one way."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from pytest_engram.model import (
     Moment,
     Problem,
     ScheduledRun,
+    Slo,
     Status,
     SweepSample,
     TablePlan,
@@ -69,6 +71,11 @@ def _with_marks(make):
         return replace(run, overlap=tuple(overlap))
 
     return change
+
+
+def _without_marks(run):
+    """A run whose steps were not marked."""
+    return replace(run, overlap=tuple(replace(sample, timelines=()) for sample in run.overlap))
 
 
 def _with_point(tokens, *, early):
@@ -151,6 +158,37 @@ def _candidate_checks_less(lab, change):
     return change(lab.evidence(), _with_cases("correctness_before", lambda old: old[1:]), _is_b)
 
 
+@reason("no-correctness", 0)
+def _one_run_unchecked(lab, change):
+    return change(lab.evidence(), _edit(correctness_before=()), lambda run: run.index == 9)
+
+
+@reason("cases-missing", 0)
+def _checked_on_one_rank_of_two(lab, change):
+    return change(lab.evidence(ranks=2), _edit(correctness_after=lab.cases()), lambda run: run.index == 9)
+
+
+def _cases_without(lab, change, lost):
+    kept = tuple(sample for sample in lab.cases() if not lost(sample))
+    return change(lab.evidence(), _edit(correctness_before=kept, correctness_after=kept))
+
+
+@reason("cases-missing", 0)
+def _engine_never_checked(lab, change):
+    return _cases_without(lab, change, lambda sample: sample.case == "engine-edges")
+
+
+@reason("cases-missing", 0)
+def _no_hash_line(lab, change):
+    return _cases_without(lab, change, lambda sample: sample.contract.startswith("H"))
+
+
+@reason("cases-missing", 0)
+def _outputs_in_one_run_only(lab, change):
+    outputs = CorrectnessSample(case="engine-outputs", contract="L11", passed=True)
+    return change(lab.evidence(), _with_cases("correctness_after", lambda old: (*old, outputs)), lambda r: r.index == 9)
+
+
 @reason("storage-not-checked", 0)
 def _no_storage_case(lab, change):
     def less(samples):
@@ -204,6 +242,93 @@ def _repeated_run(lab, change):
 
 
 # ---------------------------------------------------------------- gate 1
+
+
+def _sampled(field, rank=0, **fields):
+    """A run in which the fields of one rank's sample are others."""
+    return lambda run: replace(run, **{field: tuple(
+        replace(one, **fields) if one.rank == rank else one for one in getattr(run, field))})  # fmt: skip
+
+
+def _timed(**fields):
+    """A run in which the fields of every timeline are others."""
+
+    def change(run):
+        lines = (tuple(replace(line, **fields) for line in one.timelines) for one in run.overlap)
+        overlap = (replace(one, timelines=made) for one, made in zip(run.overlap, lines, strict=True))
+        return replace(run, overlap=tuple(overlap))
+
+    return change
+
+
+def _layer_lost(run):
+    line = run.overlap[0].timelines[0]
+    return _sampled("overlap", timelines=(replace(line, lookups=line.lookups[1:]),))(run)
+
+
+def _loaded(make):
+    """A run whose loads are ``make(load)``."""
+    return lambda run: replace(run, serving=tuple(map(make, run.serving)))
+
+
+def _first_twice(load):
+    return replace(load, requests=(load.requests[0], *load.requests[:-1]))
+
+
+POINT = SweepSample(
+    rank=0, tokens=16, peers=1, lookup_ns=(1,), exposed_ns=(0,), main_ns=(1,), quiet_main_ns=(1,), source_bytes=1
+)  # fmt: skip
+UNPLANNED = {
+    "no overlap": _edit(overlap=()), "no compute": _edit(compute=()), "no load": _edit(serving=()),
+    "rank 0 twice": lambda run: replace(run, overlap=(*run.overlap[:1], *run.overlap)),
+    "rank 1 without compute": lambda run: replace(run, compute=run.compute[:1]),
+    "rank 1 without load": lambda run: replace(run, serving=run.serving[:1]),
+    "unmarked tokens": _sampled("compute", tokens=1), "unmarked tokens of rank 1": _sampled("compute", 1, tokens=1),
+    "marked tokens": _timed(tokens=1), "marks of another rank": _timed(rank=0), "no lookup": _timed(lookups=()),
+    "a layer less": _layer_lost, "more steps": _sampled("compute", step_ns=(1, 1), main_ns=(1, 1)),
+    "fewer main times": _sampled("compute", main_ns=()), "step of 0 ns": _sampled("compute", step_ns=(0,)),
+    "main of −1 ns": _sampled("compute", main_ns=(-1,)), "endless step": _sampled("compute", step_ns=(math.inf,)),
+    "other reuse": _sampled("overlap", state="repeated"), "no bytes": _sampled("overlap", source_bytes=0),
+    "nothing distinct": _sampled("overlap", distinct_bytes=0),
+    "more distinct than read": _sampled("overlap", distinct_bytes=811_009),
+    "distinct in one run": _sampled("overlap", distinct_bytes=811_008),
+    "timer of 0 ns": _sampled("overlap", resolution_ns=0), "timer of 1 s": _sampled("overlap", resolution_ns=10**9),
+    "sweep without rank 1": _edit(sweep=(replace(POINT, peers=2),)),
+    "sweep without bytes": _edit(sweep=(replace(POINT, source_bytes=0),)),
+    "fewer requests": _loaded(lambda load: replace(load, requests=load.requests[:100])),
+    "one request twice": _loaded(_first_twice),
+    "wider limits": _loaded(lambda load: replace(load, slo=Slo(ttft_ms=1e9, itl_ms=1e9))),
+    "another rate": _loaded(lambda load: replace(load, rate=1.0)),
+    "shorter than its arrivals": _loaded(lambda load: replace(load, duration_s=0.1)),
+    "later arrivals": _loaded(lambda load: replace(load, requests=tuple(
+        replace(one, arrival_ms=one.arrival_ms + 1) for one in load.requests))),
+    "a link of 0 B/s": _edit(drift={"graph_replays": 0.0, "link_bytes_per_s": 0.0}),
+}  # fmt: skip
+
+
+@reason("samples-not-as-planned", 1)
+def _half_the_requests(lab, change):
+    return change(lab.evidence(), UNPLANNED["fewer requests"], _is_b)
+
+
+@pytest.mark.parametrize("broken", UNPLANNED.values(), ids=UNPLANNED)
+def test_samples_are_those_that_were_planned(lab, change, broken):
+    """One run that measured anything else than the plan orders voids the experiment at gate 1; as planned it passes."""
+    evidence = lab.evidence(ranks=2)
+    assert gates.evaluate(evidence).gates[1].status is Status.PASS
+    rung = gates.evaluate(change(evidence, broken, lambda run: run.index == 7)).gates[1]
+    assert (rung.reason, rung.status) == ("samples-not-as-planned", Status.INVALID)
+    assert "run 7" in rung.observed
+
+
+@reason("undeclared-difference", 1)
+def _another_grid_in_the_twin(lab, change):
+    return change(lab.evidence("B2"), _with_marks(lambda mark: replace(mark, grid=5)), lambda run: run.arm == "A'")
+
+
+@reason("no-timelines", 1)
+def _launches_of_one_rank_only(lab, change):
+    return change(lab.evidence("B2", ranks=2), _sampled("overlap", 1, timelines=()), lambda run: run.arm == "cap16")
 
 
 @reason("undeclared-difference", 1)
@@ -322,17 +447,32 @@ def _caps_above_the_tiles(lab, change):
 
 @reason("no-timelines", 1)
 def _unmarked(lab, change):
-    return change(lab.evidence(), _edit(overlap=()), _is_b)
+    return change(lab.evidence(), _without_marks, _is_b)
 
 
 @reason("no-timelines", 1)
 def _no_launches(lab, change):
-    return change(lab.evidence("B2", engine="cuda"), _edit(overlap=()), lambda run: run.arm == "cap16")
+    return change(lab.evidence("B2", engine="cuda"), _without_marks, lambda run: run.arm == "cap16")
 
 
 @reason("submission-not-as-asked", 1)
 def _early_arm_submits_late(lab, change):
     return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), _is_b)
+
+
+@reason("submission-not-as-asked", 1)
+def _submitted_after_its_own_layer_began(lab, change):
+    def begun(run):
+        line = run.overlap[0].timelines[0]
+        return _timed(spans=tuple(replace(span, start=500) if span.layer == 1 else span for span in line.spans))(run)
+
+    return change(lab.evidence(), begun, _is_b)
+
+
+@reason("submission-not-as-asked", 1)
+def _submitted_after_its_consumer_went_on(lab, change):
+    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=mark.wait_after + 1)),
+                  lambda run: run.arm == "A'")  # fmt: skip
 
 
 @reason("submission-not-as-asked", 1)
@@ -362,6 +502,22 @@ def _stream_arm_waits_for_its_layer(lab, change):
     return change(lab.evidence("more/B1-wait", effects={}), _with_marks(lambda m: replace(m, wait_after=m.done)), _is_b)
 
 
+@reason("treatment-delivered", 1)
+def _stream_has_nothing_later_yet(lab, change):
+    """What is submitted after a wait began is not waited for."""
+
+    def later(mark):
+        return replace(mark, wait_after=mark.done) if mark.layer == 1 else replace(mark, submit=mark.start)
+
+    return change(lab.evidence("more/B1-wait", effects={}), _with_marks(later), _is_b)
+
+
+@reason("treatment-delivered", 1)
+def _stream_done_within_the_timers_resolution(lab, change):
+    sooner = _with_marks(lambda mark: replace(mark, wait_after=mark.wait_after - 30))
+    return change(lab.evidence("more/B1-wait", effects={}), sooner, _is_b)
+
+
 @reason("no-treatment", 1)
 def _layer_arm_waits_for_the_stream(lab, change):
     last = _with_marks(lambda mark: replace(mark, wait_after=2_100_000))
@@ -370,7 +526,7 @@ def _layer_arm_waits_for_the_stream(lab, change):
 
 @reason("no-timelines", 1)
 def _wait_without_marks(lab, change):
-    return change(lab.evidence("more/B1-wait", effects={}), _edit(overlap=()), _is_b)
+    return change(lab.evidence("more/B1-wait", effects={}), _without_marks, _is_b)
 
 
 @reason("graph-not-as-asked", 1)
@@ -572,17 +728,7 @@ def _at_the_margin(lab, change):
 
 @reason("metric-absent", 2)
 def _no_mechanism_samples(lab, change):
-    return change(lab.evidence("patch"), _edit(overlap=()), lambda run: run.block == 3)
-
-
-@reason("metric-absent", 3)
-def _no_unmarked_steps(lab, change):
-    return change(lab.evidence(), _edit(compute=()), lambda run: run.index == 7)
-
-
-@reason("metric-absent", 3)
-def _impossible_time(lab, change):
-    return change(lab.evidence(), _grown(-1), lambda run: run.index == 7)
+    return change(lab.evidence("patch"), _without_marks, lambda run: run.block == 3)
 
 
 @reason("metric-absent", 3)
@@ -593,16 +739,8 @@ def _silent_about_collectives(lab, change):
 
 
 @reason("metric-absent", 4)
-def _nobody_was_served(lab, change):
-    return change(lab.evidence(), _edit(serving=()), lambda run: run.index == 7)
-
-
-@reason("metric-absent", 4)
 def _too_few_for_p99(lab, change):
-    def fewer(run):
-        return replace(run, serving=tuple(replace(s, requests=s.requests[:99]) for s in run.serving))
-
-    return change(lab.evidence(), fewer)
+    return lab.evidence(requests=99)
 
 
 @reason("failed-requests", 4)

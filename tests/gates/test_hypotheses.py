@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from pytest_engram import gates, hypotheses, recommendation
+from pytest_engram import gates, hypotheses, recommendation, sweeps
 from pytest_engram.model import Status, SweepSample
 
 CAPS = {"A": {"cap": None}, "B16": {"cap": 16}, "B96": {"cap": 96}, "B132": {"cap": 132}}
+AS_LONG = {"A": 4, "A'": 3}  # how many first blocks have lookups among peers that are no longer than alone
 STEAL = {"exposed_wait": -1.0, "main_compute": 0.3}
 
 
@@ -32,6 +34,11 @@ def marks(**shift):
         return replace(line, lookups=tuple(moved))
 
     return change
+
+
+def ahead(ns):
+    """A change that lets every consumer wait from ``ns`` before its lookup is done."""
+    return lambda line: replace(line, lookups=tuple(replace(m, wait_before=m.done - ns) for m in line.lookups))
 
 
 def slow_layers(line):
@@ -60,6 +67,7 @@ def test_without_evidence_everything_is_undecided():
         ({**STEAL, "step": 0.0}, False, "undecided"),  # no earlier layer slowed down
         ({"exposed_wait": 0.0, "main_compute": 0.3, "step": 0.2}, True, "undecided"),  # no wait shrank
         ({"exposed_wait": -1.0, "main_compute": 0.0, "step": -0.1}, True, "weakened"),
+        ({"exposed_wait": -1.0, "main_compute": 0.03, "step": -0.1}, False, "weakened"),  # the experiment's own margin
         ({"exposed_wait": -1.0, "main_compute": 0.0, "step": 0.0}, True, "undecided"),
     ],
 )
@@ -81,19 +89,47 @@ def test_the_larger_grid_is_the_one_that_may_steal(lab, change):
     assert found.lines[0].startswith("B2: cap 66 (default) against cap 16: ")
 
 
+@pytest.mark.parametrize(("arms", "outcome"), [(("A", "B96"), "weakened"), (tuple(CAPS), "undecided")])
+def test_every_further_candidate_asks_for_more(lab, change, arms, outcome):
+    """Hypothesis 4: nine blocks with p = 5/512 decide for one candidate at 2.5 %, not for one of three."""
+    base = lab.evidence("B2", effects={}, arms={arm: CAPS[arm] for arm in arms})
+    effects = {0: 0.05, 1: -0.02, 2: -0.02}
+
+    def steps(run):
+        ns = round(1.2e7 * math.exp(effects.get(run.block, -0.1)))
+        return replace(run, compute=tuple(replace(one, step_ns=(ns,)) for one in run.compute))
+
+    assert asked(change(base, steps, lambda run: run.arm == "B96"), 4).outcome == outcome
+
+
 @pytest.mark.parametrize(
     ("edit", "outcome"),
     [
         (marks(hash_ready=-30_000), "supported"),  # not done, and submitted 30 µs after its hashes
         (marks(), "undecided"),  # not done, but submitted at once
-        (lambda line: replace(line, lookups=tuple(replace(m, wait_before=m.done) for m in line.lookups)), "weakened"),
+        (ahead(0), "weakened"),
+        (ahead(50), "weakened"),  # within the timer's resolution
+        (ahead(51), "undecided"),
     ],
 )
 def test_lead_of_the_prefetch(lab, change, edit, outcome):
-    """Hypothesis 3: late and submittable earlier supports it, done before its use weakens it."""
+    """Hypothesis 3: late by more than the timer's 50 ns and submittable earlier supports it, done in time weakens."""
     found = asked(in_arm(change, lab.evidence("B1"), "B", edit), 3)
     assert found.outcome == outcome
     assert "n = 8 runs" in found.lines[0]
+
+
+@pytest.mark.parametrize(("steps", "outcome"), [(4, "undecided"), (11, "weakened")])
+def test_a_lookup_that_is_late_now_and_then(lab, change, steps, outcome):
+    """Hypothesis 3: one late step in four is neither often nor rare, one in eleven is rare."""
+
+    def mixed(run):
+        overlap = [
+            replace(one, timelines=(*one.timelines, *map(ahead(0), one.timelines * (steps - 1)))) for one in run.overlap
+        ]
+        return replace(run, overlap=tuple(overlap))
+
+    assert asked(change(lab.evidence("B1"), mixed, lambda run: run.arm == "B"), 3).outcome == outcome
 
 
 def test_hashes_that_come_after_compute_are_a_window(lab, change):
@@ -134,6 +170,27 @@ def test_contention_of_peers(lab, change, longer, outcome, word):
     assert (found.outcome, word in found.lines[0]) == (outcome, True)
 
 
+def test_every_further_size_asks_for_more(lab, change):
+    """Hypothesis 2: 9 of 16 runs (p ≈ 0.02) decide for one size at 2.5 %, and for neither of two."""
+
+    def add(**size):
+        return lambda run: peers(1.0 if run.block < AS_LONG[run.arm] else 1.4, **size)(run)
+
+    one = change(lab.evidence("B1", ranks=2), add(), lambda run: run.arm != "B")
+    assert asked(one, 2).outcome == "supported"
+    two = change(one, add(tokens=1024, alone=500_000, size=5_000_000), lambda run: run.arm != "B")
+    assert asked(two, 2).outcome == "undecided"
+
+
+def test_a_cell_needs_bytes_and_every_rank(lab):
+    """Ranks that read nothing, or are not all on record, are no measurement of peers at work."""
+    run = lab.evidence("B1", ranks=2).runs[0]
+    assert {key for key in sweeps.cells(peers(1.4)(run), 2) if key[0] == 2048} == {(2048, 1), (2048, 2)}
+    assert {key for key in sweeps.cells(peers(1.4, size=0)(run), 2) if key[0] == 2048} == set()
+    alone = replace(run, sweep=peers(1.4)(run).sweep[:2])
+    assert {key for key in sweeps.cells(alone, 2) if key[0] == 2048} == {(2048, 1)}
+
+
 def test_a_launch_bound_batch_does_not_speak(lab, change):
     """Hypothesis 2: a single token's lookup is its launch; only the large batch decides."""
     both = change(change(lab.evidence("B1", ranks=2), peers(1.0)), peers(1.4, tokens=1, alone=9_000))
@@ -154,6 +211,7 @@ def test_sizes_that_disagree_decide_nothing(lab, change):
     [
         ({0: 0.3, 1: -0.3}, {"": 2.0, "rank1.": 0.4}, "supported"),
         ({0: 0.0, 1: 0.0}, {"": 2.0, "rank1.": 0.4}, "weakened"),
+        ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 0.4}, "supported"),  # by rank 1's own counter
         ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 1.0}, "undecided"),
         ({0: 0.3, 1: -0.3}, {}, "undecided"),
     ],

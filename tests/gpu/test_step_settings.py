@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pytest_engram.checks import check_engine
 from pytest_engram.engines.protocol import StepSettings
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.hashing import HashBatch, hash_ids
@@ -101,6 +102,33 @@ def test_a_graph_is_the_eager_step(fake_cuda: Any, settings: StepSettings) -> No
         assert (seen == wanted).all()
     assert np.isfinite(seen).all()
     assert len(engine._graphs) == 2  # of 4 and of 8 tokens
+
+
+@pytest.mark.parametrize("settings", [EARLY, INLINE, GRAPH, replace(GRAPH, inline_above=5)], ids=str)
+def test_gate_0_judges_a_cuda_step_by_its_oracle(fake_cuda: Any, settings: StepSettings) -> None:
+    """L11: rows, ids and outputs of bf16 steps pass; a projection of zeros in the place of the rows does not."""
+    engine = build(fake_cuda, max_tokens=16)
+
+    def failed() -> list[str]:
+        samples = check_engine(engine, batch(8), settings, twin.LAYOUT, twin.TOKEN_MAP, 1)
+        return [sample.case for sample in samples if not sample.passed]
+
+    assert failed() == []
+    engine._graphs.clear()
+    engine._collect = lambda layer, tokens: engine._whole[engine._tables[layer], :tokens] * 0
+    assert failed() == ["engine-outputs"]
+
+
+@pytest.mark.parametrize("above", [5, 6, 7, 8])
+def test_padding_does_not_make_a_batch_inline(fake_cuda: Any, above: int) -> None:
+    """A graph's lookups lie where its batch's own tokens say, though it is captured with eight."""
+    engine, settings = build(fake_cuda), StepSettings(inline_above=above, graph=True)
+    for tokens in (6, 8, 6):
+        result = engine.step(batch(tokens), settings, marks=True)
+        first, second = result.timeline.lookups
+        assert (second.submit >= first.wait_after) == (tokens > above)
+        assert (result.output == engine.step(graph.padded(batch(tokens), 8), EARLY, marks=False).output[:tokens]).all()
+    assert len(engine._graphs) == (2 if 6 <= above < 8 else 1)
 
 
 def test_a_graph_stages_the_oracles_rows(fake_cuda: Any) -> None:

@@ -145,6 +145,26 @@ def fail(group: Any, payload: dict[str, Any]) -> None:
         raise
 
 
+def stopped(group: Any, payload: dict[str, Any]) -> None:
+    """The last rank sends its part of a large collective and is stopped before it can take the answer."""
+    group.emit({"pid": os.getpid()})
+    group.barrier(step="start")
+    last = group.rank == group.size - 1
+    if last and os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os._exit(0)
+    if not last:
+        time.sleep(0.8)
+    try:
+        group.all_gather("x" * payload["length"], step="large")
+        group.barrier(step="end")
+    except EngramError as error:
+        time.sleep(0.5)  # it undoes what it registered
+        Path(payload["folder"], f"told-{group.rank}").write_text(str(error))
+        raise
+
+
 def patient(group: Any, payload: dict[str, Any]) -> float:
     """Rank 0 works longer than the deadline but gives signs of life; the others wait for it."""
     begin = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 from pytest_engram import experiment, planning, runner
 from pytest_engram.errors import NotMeasurable, PeerError
 from pytest_engram.model import PlacementPlan, TablePlan
-from pytest_engram.numa import _syscalls, mounts
+from pytest_engram.numa import _syscalls, mounts, procfs
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.world import RankSpec, run_world
 from pytest_engram.session import this_machine
@@ -40,9 +40,10 @@ def world(entry: str) -> list[Any]:
 
 def test_an_unpatched_engine_obeys_the_mount() -> None:
     """Ranks share a file by its path, as engines do; the kernel shows the mount's policy on it; capacity is equal."""
-    before = Path("/proc/mounts").read_text(), sorted(os.listdir("/dev/shm"))
+    before = Path("/proc/mounts").read_text()
     ranks = world("in_a_private_mount")
-    assert (Path("/proc/mounts").read_text(), sorted(os.listdir("/dev/shm"))) == before
+    assert Path("/proc/mounts").read_text() == before
+    assert "engine-table" not in os.listdir("/dev/shm")
     for rank in ranks:
         assert f"mpol=bind:0 of {shutil.disk_usage('/dev/shm').total} bytes as before" in rank["told"]
         assert f"{os.readlink('/proc/self/ns/ipc')} as before" in rank["told"]
@@ -75,6 +76,27 @@ def test_without_the_right_it_is_not_measured(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(NotMeasurable, match="CAP_SYS_ADMIN") as caught:
         mounts.enter(SoloGroup(), asked())
     assert caught.value.code == "no-private-mount"
+
+
+@pytest.mark.parametrize("lost", [0, 4096])
+def test_a_private_mount_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+    """The mount that comes back must hold as much as the machine's, or the arms differ in more than placement."""
+    whole, calls = shutil.disk_usage("/dev/shm"), []
+
+    def usage(_path: str) -> Any:
+        calls.append(1)
+        return whole if len(calls) == 1 else whole._replace(total=whole.total - lost)
+
+    for name in ("unshare", "mount"):
+        monkeypatch.setattr(_syscalls, name, lambda *_given: None)
+    monkeypatch.setattr(procfs.Mount, "option", lambda _self, name, *_default: "bind:0" if name == "mpol" else "never")
+    monkeypatch.setattr(mounts.shutil, "disk_usage", usage)
+    if not lost:
+        assert f"mpol=bind:0 of {whole.total} bytes as before" in (mounts.enter(SoloGroup(), asked()).detail or "")
+        return
+    with pytest.raises(NotMeasurable) as caught:
+        mounts.enter(SoloGroup(), asked())
+    assert caught.value.code == "other-capacity"
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ class Engine:
     Its hidden states are sums over a token's rows; ``spoil`` may change those of a step.
     """
 
-    name, resolution_ns, hold = "least", 1, False
+    name, resolution_ns, hold, max_tokens, tolerance = "least", 1, False, 64, 0.08
 
     def __init__(self, fault: Callable[[Any], Any] = lambda rows: rows, *, seed: int = 3) -> None:
         self.fault, self.shards = fault, _tables(seed)
@@ -155,6 +155,9 @@ class Engine:
     def step(self, batch: HashBatch, settings: Any, **_: Any) -> StepResult:
         rows = self.rows(batch, settings)[1].astype(np.uint32) << 16
         return StepResult(0, 0, self.spoil(batch, rows.view(np.float32).sum(axis=(1, 2))))
+
+    def oracle(self, _: HashBatch, rows: Any) -> Any:
+        return sum((each.astype(np.uint32) << 16).view(np.float32).sum(axis=1) for each in rows)
 
     def alone_ns(self, *_: Any) -> int:
         return 0
@@ -204,6 +207,7 @@ def test_check_engine_sees_a_table_of_another_seed() -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
+        ("whole", lambda batch: len(batch.token_ids) == 12),
         ("chunks", lambda batch: batch.positions[0] > 0 and len(batch.token_ids) == 5),
         ("a prefix hit", lambda batch: batch.positions[0] == 2),
         ("rolled-back drafts", lambda batch: batch.positions[0] == 4 and len(batch.token_ids) == 6),
@@ -222,6 +226,31 @@ def test_check_engine_sees_outputs_that_depend_on_the_way(name: str, wrong: Any,
     found = _checked(engine)["engine-outputs"]
     assert (found.passed, found.contract) == (False, "L11")
     assert found.detail.startswith(f"{name}: output ")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_a_small_batch_is_served_in_every_way_too(tokens: int) -> None:
+    """L11: of a batch of one token twelve are made, so that chunks, windows and drafts still count."""
+    engine, seen = Engine(), list[HashBatch]()
+    engine.spoil = lambda batch, states: (seen.append(batch), states)[1]
+    assert _checked(engine, tokens)["engine-outputs"].passed
+    assert {5, 6, 12} <= {len(batch.token_ids) for batch in seen}
+    assert any(batch.dead.any() for batch in seen)
+    honest = len(seen)
+    engine.spoil = lambda batch, states: (seen.append(batch), states * np.where(batch.positions > 1, 2, 1)[:, None])[1]
+    assert not _checked(engine, tokens)["engine-outputs"].passed
+    assert len(seen) == 2 * honest  # a rank that is wrong meets its peers in as many steps
+
+
+def test_an_engine_of_few_tokens_is_not_judged_by_its_outputs() -> None:
+    """Where twelve tokens do not fit, the outputs are not supported, with the reason, and the rows still judged."""
+    engine = Engine()
+    engine.max_tokens = 11
+    found = _checked(engine, 5)
+    sample = found["engine-outputs"]
+    assert (sample.passed, sample.supported) == (False, False)
+    assert sample.detail == "outputs need 12 tokens in a batch, the engine takes 11"
+    assert found["engine"].passed
 
 
 def test_a_last_bit_is_no_other_output() -> None:

@@ -53,6 +53,38 @@ def test_missing_dependencies_show() -> None:
     assert order(producer=True, consumer=False, late="side") == ["write", "use", "read"]
 
 
+def test_a_reader_sees_what_ended_before_it_began() -> None:
+    """What a kernel writes shows at its end, and a kernel reads at its start: in between, nobody's waits show."""
+    torch = pytest.importorskip("torch", reason="tensors")
+    for waits, long, wanted in ((False, True, 0), (False, False, 0), (True, True, 1)):
+        cuda, source, seen = VirtualCuda(), torch.zeros(1), torch.zeros(1)
+        side = cuda.Stream()
+        with cuda.stream(side):
+            cuda.launch(partial(source.fill_, 1), out=source)
+        if waits:
+            cuda.current_stream().wait_stream(side)
+        cuda.launch(partial(seen.copy_, source), 2 * KERNEL_NS if long else KERNEL_NS // 2, out=seen)
+        cuda.synchronize()
+        assert (source.item(), seen.item()) == (1, wanted)
+
+
+def test_edges_inside_a_graph_hold_at_its_replays() -> None:
+    """A wait that was captured orders each replay; without it the late side stream is overtaken there, too."""
+    for wait, wanted in ((True, ["side", "main"]), (False, ["main", "side"])):
+        cuda, log = VirtualCuda(), list[str]()
+        graph, side = cuda.CUDAGraph(), cuda.Stream()
+        with cuda.graph(graph):
+            with cuda.stream(side):
+                cuda.spin(MS)
+                cuda.launch(partial(log.append, "side"))
+            if wait:
+                cuda.current_stream().wait_stream(side)
+            cuda.launch(partial(log.append, "main"))
+        graph.replay()
+        cuda.synchronize()
+        assert log == wanted
+
+
 def test_events_tell_virtual_time() -> None:
     """Elapsed time is the time of what lies between two records on their streams."""
     cuda = VirtualCuda()

@@ -266,7 +266,7 @@ def test_a_report_folder_that_cannot_be_written_is_refused_first():
 def test_a_backend_beside_the_tests_is_found(tmp_path):
     """`--engram-backend=my_module:Plain` in the folder of my_module.py, by the `pytest` script, which adds no folder."""
     (tmp_path / "my_module.py").write_text(
-        "from pytest_engram.backends.reference import ReferenceBackend\n\n\nclass Plain(ReferenceBackend):\n    pass\n"
+        "from pytest_engram.backends.reference import ReferenceBackend as Base\n\n\nclass Plain(Base):\n    pass\n"
     )
     script = [sys.executable, "-P", "-c", "import sys, pytest; sys.exit(pytest.console_main())"]
     if sys.version_info < (3, 11):

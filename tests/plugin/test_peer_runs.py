@@ -2,19 +2,22 @@
 
 import functools
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from pytest_engram import codec, experiment, planning, runner
+from pytest_engram import codec, experiment, ledger, planning, runner
 from pytest_engram.engines.cpu import CpuEngine
-from pytest_engram.errors import NotMeasurable, PeerError
+from pytest_engram.errors import NotMeasurable, PeerError, UsageError
 from pytest_engram.gates.comparison import Case
 from pytest_engram.gates.treatment import treatment
+from pytest_engram.hashing import hash_ids, synthetic_token_map
 from pytest_engram.model import Evidence, RunRecord, Status
 from pytest_engram.numa.group import SoloGroup
-from pytest_engram.peer import Peer
+from pytest_engram.peer import VOCABULARY, Peer
 from pytest_engram.planning import step_ledger
+from pytest_engram.serving.replay import fixed_batches
 from pytest_engram.session import this_machine
 
 FOLDER = Path(__file__).parents[2] / "fixtures/experiments"
@@ -73,6 +76,20 @@ def test_lookups_are_timed_alone_and_distinct_rows_counted(alone):
         assert 0 < sample.distinct_bytes < sample.source_bytes == 64 * 12_672
 
 
+def test_distinct_rows_are_those_of_the_marked_steps(alone, monkeypatch):
+    """The share of distinct rows is over the marked steps alone, which come after the warm-up."""
+    plan = plan_of("B1", runs=1)
+    work, asked = plan.experiment.workload, []
+    monkeypatch.setattr(ledger, "distinct_share", lambda steps: asked.append(list(steps)) or 0.5)
+    (run,) = run_here(plan)
+    (steps,) = asked
+    batches = [*islice(fixed_batches(work, plan.seed, VOCABULARY, work.reuse), work.warmup + work.steps)]
+    layout = planning.layout_for(plan)
+    wanted = [hash_ids(layout, one, synthetic_token_map(layout.compressed_vocab, VOCABULARY)) for one in batches]
+    assert [one.tolist() for one in steps] == [one.tolist() for one in wanted[work.warmup :]]
+    assert run.overlap[0].distinct_bytes == run.overlap[0].source_bytes // 2
+
+
 def test_a_counter_is_a_number_or_a_reason(monkeypatch):
     """What the engine cannot read is recorded with its reason, apart from what it read."""
     monkeypatch.setattr(CpuEngine, "drift", lambda _self: {"cpu_mhz": 2000.0, "pcie_rx_kb_per_s": "not supported"})
@@ -114,13 +131,13 @@ def test_a_graph_needs_a_gpu():
 
 
 def test_idle_peers_leave_one_rank_at_work():
-    """Two replicas: rank 0 alone, then both, each over batches of its own, and the rank's counters kept apart."""
+    """Two replicas: at every size rank 0 alone, then both over batches of their own; a rank's counters kept apart."""
     plan = plan_of("B1", runs=1, ranks=2, workload={"sizes": (4,)})
     evidence = runner.run(plan)
     assert evidence.problems == ()
     (run,) = evidence.runs
     points = sorted((point.tokens, point.peers, point.rank) for point in run.sweep)
-    assert points == [(4, 2, 0), (4, 2, 1), (64, 1, 0), (64, 2, 0), (64, 2, 1)]
+    assert points == [(tokens, *who) for tokens in (4, 64) for who in ((1, 0), (2, 0), (2, 1))]
     assert "rank1.load_1min" in run.drift
     assert [sample.communication_absent for sample in run.compute] == ["the ranks share no heads"] * 2
 
@@ -165,3 +182,13 @@ def test_a_split_needs_ranks_that_share_the_heads(policy, shared, says):
     with pytest.raises(NotMeasurable, match=says) as refused:
         make()
     assert refused.value.code == "no-head-shards"
+
+
+def test_ranks_without_heads_are_refused_before_anything_is_allocated():
+    """24 heads over 7 ranks leave the last without one: the plan says so; 5 ranks get five heads each, 5 of 4."""
+    shared = {**SHARED, "workload": {"tensor_parallel": True}, "runs": 1, "hold": {}, "arms": {"A": {}, "B": {}}}
+    with pytest.raises(UsageError, match="24 heads over 7 shards") as refused:
+        plan_of("B1", **{**shared, "ranks": 7})
+    assert refused.value.code == "shard-without-heads"
+    assert plan_of("B1", **{**shared, "ranks": 5}).experiment.ranks == 5
+    assert plan_of("B1", **{**shared, "ranks": 7, "workload": {}}).experiment.ranks == 7

@@ -79,9 +79,11 @@ def make_experiment() -> Any:
         rule = m.MetricRule(metric="exposed_wait", direction="down")
         base = m.Experiment(
             id=identifier, title="Submit early or at consumption", why="prefetch | only", claim=m.Claim.IMPROVES,
-            subject="suite loop", variable="submission", arms={"A": {"submission": "at_consumption"}, "B": {}},
-            hold={}, unit="replay", ranks=1, blocks=2, cooldown_s=0.0, aa_level=0.01, alpha=0.025,
-            mechanism=(rule,), no_offset=(), end_to_end=(), guards=(), workload=m.Workload(),
+            subject="suite loop", variable="submission",
+            arms={"A": {"submission": "at_consumption"}, "B": {"submission": "early"}}, hold={}, unit="replay", ranks=1,
+            blocks=8, cooldown_s=0.0, aa_level=0.01, alpha=0.025,
+            mechanism=(rule,), no_offset=(replace(rule, metric="main_compute", margin=0.02),),
+            end_to_end=(replace(rule, metric="step"),), guards=(), workload=m.Workload(),
         )  # fmt: skip
         return replace(base, **changes)
 

@@ -230,6 +230,14 @@ def test_the_sweep_shows_peers_and_interference(make_verdict, swept):
     assert "svg" not in markdown.render([make_verdict()], [replace(swept, runs=())], {})
 
 
+def test_the_map_counts_no_run_with_a_problem(swept):
+    """A run that ended in a problem is neither in the slowdown nor in its n."""
+    assert figure.interference(swept)["B", 64] == (0.25, 1)
+    lost = Problem(code="rank-died", message="rank 1 left")
+    ended = replace(swept.runs[1], index=2, problems=(lost,))
+    assert figure.interference(replace(swept, runs=(*swept.runs, ended)))["B", 64] == (0.25, 1)
+
+
 def test_the_map_is_a_picture_that_stands_alone(tmp_path, swept):
     """The SVG is well-formed XML with units, arms and n in every cell, and refers to nothing outside itself."""
     figure.write_figures(tmp_path, [swept, swept])

@@ -135,6 +135,26 @@ def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code):
     assert (caught.value.code, str(path) in str(caught.value)) == (code, True)
 
 
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda e: e.update(arms={}), "B1.arms"), (lambda e: e.update(variable=""), "B1.variable"),
+        (lambda e: e.update(ranks=10**9), "B1.ranks"), (lambda e: e["hold"].update(backing="floppy"), "hold.backing"),
+    ],
+)  # fmt: skip
+def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, named):
+    """Evidence whose experiment breaks the rules of experiments names the file and the place, and is not judged."""
+    path = folder / "evidence-B1.json"
+    tree = json.loads(path.read_text())
+    edit(tree["plan"]["experiment"])
+    path.write_text(json.dumps(tree))
+    with pytest.raises(UsageError) as caught:
+        results.gate_files([path], evaluate=judge)
+    assert (caught.value.code, named in str(caught.value), str(path) in str(caught.value)) == (
+        "bad-experiment", True, True,
+    )  # fmt: skip
+
+
 def test_an_empty_folder_is_an_error(tmp_path, judge):
     """No result is not a green result."""
     with pytest.raises(UsageError, match=r"no verdict\.json"):
@@ -251,11 +271,11 @@ def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge,
 
 
 def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run):
-    """Another subject, machine or rule is named and not compared; another build of the backend is what it is for."""
-    base = _baseline(tmp_path, judge, [make_evidence(subject="a server")])
+    """Another machine or rule is named and not compared; another build of the backend is what it is for."""
+    base = _baseline(tmp_path, judge, [make_evidence(alpha=0.05)])
     verdicts, _, _ = results.gate_files([folder], baseline=base, evaluate=judge)
     assert verdicts[-1].gates[0].reason == "baseline-not-comparable"
-    assert "subject (a server against suite loop)" in verdicts[-1].gates[0].observed
+    assert "alpha (0.05 against 0.025)" in verdicts[-1].gates[0].observed
     run = make_run()
     older = (replace(run, fingerprint={**run.fingerprint, "backend.commit": "01d"}),)
     base = _baseline(tmp_path, judge, [make_evidence(runs=older)])

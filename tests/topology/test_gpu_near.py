@@ -14,6 +14,7 @@ from pytest_engram.errors import NotMeasurable
 from pytest_engram.model.machine import GpuAnswer
 from pytest_engram.numa.devices import normal_pci
 from pytest_engram.numa.topology import read_topology
+from pytest_engram.planning import rank_cpus
 
 Grow = Callable[..., Path]
 MACHINES = Path(__file__).parents[2] / "fixtures" / "topologies"
@@ -187,6 +188,41 @@ def test_a_recorded_guest_with_two_gpus(grow: Grow) -> None:
     }  # fmt: skip
     assert (one.numa_node, one.peers, one.link) == (0, {two.pci: "NVLink x18"}, "32.0 GT/s x16")
     assert all(gpu.numa_node is None for gpu in read_topology(grow("two-h200-vm-recorded")).gpus)
+
+
+@pytest.mark.parametrize(
+    ("shown", "nodes", "note"),
+    [
+        ((ONE, TWO), [0, 1], ()),  # nothing is hidden
+        ((TWO,), [1], ("CUDA shows 1 of 2 GPUs, in its own order; hidden: 0000:3b:00.0",)),  # "1", or the second's UUID
+        ((TWO, ONE), [1, 0], ("CUDA shows 2 of 2 GPUs, in its own order; hidden: none",)),  # "1,0"
+        ((), [], ("CUDA shows 0 of 2 GPUs, in its own order; hidden: 0000:3b:00.0, 0000:af:00.0",)),  # ""
+    ],
+)
+def test_gpu_r_is_the_one_that_rank_r_drives(
+    grow: Grow, shown: tuple[str, ...], nodes: list[int], note: tuple[str, ...]
+) -> None:
+    """CUDA resolves CUDA_VISIBLE_DEVICES, so GPUs and the ranks' CPUs follow its order; hidden ones are only noted."""
+    sources = {
+        "nvml memory affinity": says(one=GpuAnswer(nodes=(0,)), two=GpuAnswer(nodes=(1,))),
+        "cuda host_numa_id": lambda: {pci.upper(): GpuAnswer(reason="says -1") for pci in shown},
+    }
+    topology = read_topology(grow("two-sockets"), gpu_sources=sources)
+    assert ([gpu.numa_node for gpu in topology.gpus], topology.notes) == (nodes, note)
+    if nodes:
+        cpus = rank_cpus(topology, len(nodes), "cuda")
+        assert [topology.node_of_cpu(own[0]) for own in cpus] == nodes
+
+
+def test_cuda_that_refuses_hides_no_gpu(grow: Grow) -> None:
+    """Without CUDA no rank can run; the machine's GPUs stay for the doctor, in PCI order, beside the reason."""
+
+    def refuse() -> Mapping[str, GpuAnswer]:
+        raise NotMeasurable("cuInit: CUresult 999")
+
+    topology = read_topology(grow("two-sockets"), gpu_sources={"cuda host_numa_id": refuse})
+    assert [gpu.pci for gpu in topology.gpus] == [ONE, TWO]
+    assert topology.notes == ("cuda host_numa_id: cuInit: CUresult 999",)
 
 
 def test_pci_addresses_have_one_spelling() -> None:

@@ -11,6 +11,7 @@ import pytest
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu.nvml import Nvml, cuda_host_nodes, gpu_sources
 from pytest_engram.model.machine import GpuAnswer
+from pytest_engram.numa.devices import ENUMERATES
 
 PCI = ("0000:3b:00.0", "0000:af:00.0")
 NOT_SUPPORTED = 3
@@ -206,7 +207,15 @@ def test_cuda_tells_the_nearest_host_node() -> None:
     assert unknown["0000:AF:00.0"] == GpuAnswer(reason="cuDeviceGetAttribute: CUresult 1")
 
 
-def test_no_visible_device_is_a_reason() -> None:
-    """An empty CUDA_VISIBLE_DEVICES makes cuInit fail with CUDA_ERROR_NO_DEVICE."""
-    with pytest.raises(NotMeasurable, match=r"libcuda.so.1: cuInit: CUresult 100"):
-        cuda_host_nodes(cuda(lambda _device: 0, cuInit=lambda _flags: 100))
+def test_no_visible_device_is_an_answer() -> None:
+    """An empty CUDA_VISIBLE_DEVICES makes cuInit fail with CUDA_ERROR_NO_DEVICE; any other failure is a reason."""
+    assert cuda_host_nodes(cuda(lambda _device: 0, cuInit=lambda _flags: 100)) == {}
+    with pytest.raises(NotMeasurable, match=r"libcuda.so.1: cuInit: CUresult 999"):
+        cuda_host_nodes(cuda(lambda _device: 0, cuInit=lambda _flags: 999))
+
+
+def test_the_order_is_cuda_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source that orders the GPUs is the one that asks libcuda, in the order of its devices."""
+    monkeypatch.setattr("pytest_engram.gpu.nvml.Nvml", lambda _load: pytest.fail("only CUDA is asked"))
+    backwards = cuda(lambda _device: 0, cuDeviceGet=lambda out, index: store(out, 1 - index.value))
+    assert list(gpu_sources(backwards)[ENUMERATES]()) == ["0000:BF:00.0", "0000:AF:00.0"]

@@ -16,10 +16,12 @@ from typing import Any
 from pytest_engram import codec, experiment, gates, policies
 from pytest_engram.errors import EngramError
 from pytest_engram.model import (
+    ComputeSample,
     CorrectnessSample,
     Evidence,
     Experiment,
     Moment,
+    OverlapSample,
     PageDistribution,
     PlacementPlan,
     PlacementSample,
@@ -84,7 +86,10 @@ def gate_one(asked_for: PlacementPlan, audits: Sequence[PageDistribution]) -> st
     Correctness is given: the ladder's first rung is not what is tested here.
     """
     plan = _plan(asked_for)
-    sound = (CorrectnessSample(case="given", contract="L1", passed=True),)
+    names = (("engine", "L1"), ("engine-edges", "L1"), ("given", "H1"))
+    ranks = range(plan.experiment.ranks)
+    sound = tuple(CorrectnessSample(case=name, contract=line, passed=True) for name, line in names for _ in ranks)
+    steps = (1,) * plan.experiment.workload.steps
     samples = tuple(
         PlacementSample(rank=rank, distributions=tuple(a for a in audits if a.rank == rank))
         for rank in sorted({audit.rank for audit in audits})
@@ -92,6 +97,10 @@ def gate_one(asked_for: PlacementPlan, audits: Sequence[PageDistribution]) -> st
     run = RunRecord(
         index=0, block=0, arm="A", started_at="2026-01-01T00:00:00Z", seconds=0.0, fingerprint={"kernel": "one"},
         correctness_before=sound, correctness_after=sound, placement=samples,
+        overlap=tuple(OverlapSample(rank=rank, state="low-reuse", timelines=(), resolution_ns=1, source_bytes=1,
+                                    staging_bytes=1) for rank in ranks),
+        compute=tuple(ComputeSample(rank=r, tokens=plan.experiment.workload.tokens, step_ns=steps, main_ns=steps)
+                      for r in ranks),
     )  # fmt: skip
     runs = tuple(replace(run, index=index, arm=arm) for index, arm in enumerate(("A", "A'", "B")))
     reason = gates.evaluate(Evidence(plan=plan, runs=runs, provenance={})).gates[1].reason
