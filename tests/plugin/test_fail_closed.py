@@ -264,7 +264,7 @@ def test_a_report_folder_that_cannot_be_written_is_refused_first():
 
 
 def test_a_backend_beside_the_tests_is_found(tmp_path):
-    """A module in the folder where the `pytest` script is called, which adds no folder itself, is found as a backend."""
+    """A module in the folder where the `pytest` script is called, which adds no folder itself, is found."""
     (tmp_path / "my_module.py").write_text(
         "from pytest_engram.backends.reference import ReferenceBackend as Base\n\n\nclass Plain(Base):\n    pass\n"
     )
