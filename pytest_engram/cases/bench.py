@@ -139,7 +139,10 @@ class Streams(Bench):
         else:
             self.on_lookup = lambda layer: layer == 0 and self.pause()
         self._virtual.ignored = dependency
-        return self.differs(batch)
+        try:
+            return self.differs(batch)
+        finally:
+            self._virtual.ignored = ""  # an engine may keep its virtual GPU for the next case
 
     def step(self, batch: HashBatch) -> None:
         """Run one step with early submission."""

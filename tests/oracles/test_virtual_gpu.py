@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.backends.virtual import KERNEL_NS, VirtualCuda
+from pytest_engram.cases.prefetch import PREFETCH_CASES
 from pytest_engram.checks import CASES, check, explain
 
 MS = 1_000_000
@@ -125,3 +127,25 @@ def test_the_gpu_queue_keeps_the_contract(case) -> None:  # type: ignore[no-unty
     pytest.importorskip("torch", reason="CUDA streams need torch")
     sample = check(StreamsOnly(), case)
     assert sample.passed, explain(sample)
+
+
+class KeepsItsGpu(ReferenceBackend):
+    """Drives every case with one virtual GPU, as an engine that was loaded once does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def streams(self, *arguments: Any, **options: Any) -> Any:
+        made = super().streams(*arguments, **options)
+        self.seen.append(made.cuda)
+        return made
+
+
+def test_a_dependency_that_a_case_took_away_comes_back() -> None:
+    """P4 ends with every dependency in force: whoever keeps the virtual GPU is judged fairly by the next case."""
+    backend = KeepsItsGpu()
+    needed = next(case for case in PREFETCH_CASES if case.name == "needed")
+    assert check(backend, needed, seed=0).passed
+    assert len(backend.seen) == 4
+    assert {cuda.ignored for cuda in backend.seen} == {""}
