@@ -93,7 +93,9 @@ def test_the_deadline_covers_silence_not_work(world: Any) -> None:
 def test_ranks_do_not_outlive_the_launcher(tmp_path: Path, deed: int) -> None:
     """Whether the launcher is killed or interrupted, its ranks are gone a moment later."""
     code = f"""
+import signal
 from pytest_engram.numa.world import RankSpec, run_world
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 def note(rank, event): print(event["pid"], flush=True)
 payload = {{"how": "sleep", "busy": False, "folder": {str(tmp_path)!r}}}
 run_world({f"{ENTRIES}:fail"!r}, payload, [RankSpec()] * 2, deadline_s=60, on_event=note)
