@@ -59,6 +59,7 @@ def test_one_wrong_row_stops_at_gate_0(judge):
     assert verdict["sentence"] is None
 
 
+@pytest.mark.slow
 def test_identical_code_is_no_treatment(judge):
     """The same class on both arms is named as identical code and exits non-zero."""
     code, output, verdict = judge("Slow", "--engram-pairs=6")
