@@ -77,7 +77,7 @@ class Peer:
         self.token_map = synthetic_token_map(self.layout.compressed_vocab, VOCABULARY)
         engine = engine_class(plan.engine)
         backings.install(plan.placements[arm].backing, group.rank)
-        self.machine = machine_fingerprint(collect())  # the machine's /dev/shm, before a private one hides it
+        self.machine = machine_fingerprint(collect(standing=True))  # of the machine's /dev/shm, before it is hidden
         by_mount = experiment_rules.settings(plan.experiment, arm)["placement_by"] == "mount"
         mounted = [mounts.enter(group, plan.placements[arm])] if by_mount else []
         self.table = build_table(
@@ -141,7 +141,7 @@ class Peer:
             fingerprint=self._fingerprint(arm), correctness_before=before,
             correctness_after=self._check(arm, engine, settings, run.index + 1),
             placement=(PlacementSample(rank=self.group.rank, distributions=self._audits(),
-                                       worker=worker_policy(self.group.rank, getattr(engine, "_staging", None))),),
+                                       worker=worker_policy(self.group.rank, engine.staging)),),
             startup=self._startup(), overlap=overlap, compute=compute, sweep=sweep, serving=serving,
             drift={name: value for name, value in state.items() if not isinstance(value, str)},
             drift_absent={name: why for name, why in state.items() if isinstance(why, str)},

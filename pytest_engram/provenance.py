@@ -29,13 +29,14 @@ _PACKAGES = ("pytest-engram", "numpy", "torch", "triton", "vllm", "sglang", "sci
              "pytest-benchmark", "pytest-xdist")  # fmt: skip
 
 
-def collect(root: Path = Path("/")) -> dict[str, Any]:
+def collect(root: Path = Path("/"), *, standing: bool = False) -> dict[str, Any]:
     """Every fact of :data:`FACTS` as ``{"value": …}`` or ``{"value": None, "reason": "…"}``, JSON-able.
 
-    Below another root than ``/`` only files are read: what belongs to the running interpreter is absent.
+    Below another root than ``/`` only files are read: what belongs to the running interpreter is absent.  With
+    ``standing`` what changes by itself, which no fingerprint holds, is not asked: some of it takes its time.
     """
     tree = Tree(root)
-    return {name: _item(name, tree) for name in FACTS}
+    return {name: _item(name, tree) for name in FACTS if not (standing and name in _CHANGING)}
 
 
 def machine_fingerprint(provenance: Mapping[str, Any]) -> dict[str, str]:

@@ -29,7 +29,7 @@ class DriverMade(Backing):
     """Its pages are resident and pinned once it is mapped; ``cudart`` stands in for their registration."""
 
     resident = True
-    library: Callable[[], Driver] = Driver
+    open_driver: Callable[[], Driver] = Driver
     cudart: registration.Cudart
     _asked: TablePlan
 
@@ -68,7 +68,7 @@ class Pinned(DriverMade):
             _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
         except OSError as error:
             raise _syscalls.refused(error, f"policy {self._asked.mode} {self._asked.nodes}") from error
-        self.cudart = HeldCudart(self.library())
+        self.cudart = HeldCudart(self.open_driver())
         vmas = pages.mapped_vmas(self.address, self.nbytes, name="maps")
         self.detail = f"{vmas[-1].end - vmas[0].start} bytes mapped for {self.nbytes}"
 
@@ -86,7 +86,7 @@ class CuMem(DriverMade):
         if self._asked.mode != "bind" or len(self._asked.nodes) > 1:
             seen = f"policy {self._asked.mode} {self._asked.nodes}"
             raise NotMeasurable(seen, code="one-node-only", where="cumem", expected="bind:N: the driver wants one node")
-        self._driver, (node,) = self.library(), self._asked.nodes
+        self._driver, (node,) = self.open_driver(), self._asked.nodes
         handle, length = self._driver.create(node, self.nbytes)
         self._handle, self._descriptor = (handle, node, length), self._driver.export(handle)
         self._offer = offer(self._descriptor)
@@ -96,7 +96,7 @@ class CuMem(DriverMade):
 
     def attach(self, handle: dict[str, str]) -> None:
         """Import the leader's memory."""
-        self._driver, self._descriptor, self.label = self.library(), receive(handle["path"]), handle["path"][1:]
+        self._driver, self._descriptor, self.label = self.open_driver(), receive(handle["path"]), handle["path"][1:]
         self._handle = self._driver.adopt(self._descriptor), int(handle["node"]), int(handle["length"])
 
     def map(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_engram.errors import NotMeasurable, PeerError
 from pytest_engram.numa.group import Group
 
-LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
+TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Collective:
@@ -25,9 +25,11 @@ class Collective:
             seen, way_out = f"sharded heads need torch ({error})", "pip install 'pytest-engram[gpu]'"
             raise NotMeasurable(seen, code="no-torch", who=f"{engine} engine", way_out=way_out) from None
         self._dist: Any = dist
-        self.library, self._wait = LIBRARIES[engine], timedelta(seconds=deadline_s)
+        self.transport, self._wait = TRANSPORTS[engine], timedelta(seconds=deadline_s)
         self._own = not dist.is_initialized()
-        self._ranks: Any = self._world(group) if self._own else dist.new_group(backend=self.library, timeout=self._wait)
+        self._ranks: Any = (
+            self._world(group) if self._own else dist.new_group(backend=self.transport, timeout=self._wait)
+        )
 
     def gather(self, out: Any, local: Any) -> None:
         """Fill ``out`` [ranks, …] with every rank's ``local`` […], contiguous numpy arrays or torch tensors, as bytes.
@@ -38,7 +40,7 @@ class Collective:
             self._dist.all_gather_into_tensor(_bytes(out).flatten(), _bytes(local).flatten(), group=self._ranks)
         except RuntimeError as lost:
             seen = str(lost).splitlines()[0]
-            raise PeerError(seen, code="gather-failed", who=self.library, where="gather of staged rows") from lost
+            raise PeerError(seen, code="gather-failed", who=self.transport, where="gather of staged rows") from lost
 
     def close(self) -> None:
         """Leave the collective; a second call does nothing."""
@@ -53,7 +55,7 @@ class Collective:
             store = dist.TCPStore("127.0.0.1", 0, group.size, is_master=True, wait_for_workers=False)
         port = group.broadcast(store.port if store else None, step="collective")
         store = store or dist.TCPStore("127.0.0.1", port, group.size, is_master=False, timeout=self._wait)
-        dist.init_process_group(self.library, store=store, rank=group.rank, world_size=group.size, timeout=self._wait)
+        dist.init_process_group(self.transport, store=store, rank=group.rank, world_size=group.size, timeout=self._wait)
         return dist.group.WORLD
 
 

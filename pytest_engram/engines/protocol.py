@@ -89,6 +89,7 @@ class Engine(Protocol):
     name: str
     resolution_ns: int
     max_tokens: int
+    staging: Any  # bf16 bits [layers, max_tokens, local heads, dim] that the lookups write, allocated once
     tolerance: float  # of a state's RMS: how far a step may be from its ``oracle``
     hold: bool  # an asynchronous engine starts a step only when all of it is enqueued: events then time the device
 

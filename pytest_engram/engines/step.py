@@ -24,13 +24,13 @@ Ran = tuple[Any, dict[int, Ticket], Any]  # hash ids int32 [T, L, H], lookups by
 class SuiteEngine:
     """What engines share.  One of them says how a batch is staged, hashed and submitted, and how a lookup is awaited.
 
-    ``_staging`` is bf16 [layers, max_tokens, local heads, dim], allocated once; the rows of all heads lie in ``_whole``
+    ``staging`` is bf16 [layers, max_tokens, local heads, dim], allocated once; the rows of all heads lie in ``_whole``
     [layers, max_tokens, H, dim], which is the same buffer unless the heads are sharded.
     """
 
     name = ""
     _chain: Any
-    _staging: Any
+    staging: Any
     _trace: HostMarks
     _stage: Callable[[HashBatch], tuple[Any, Any]]  # (token ids [T], keep bool [T]) where the engine computes
     _enqueue: Callable[[], AbstractContextManager[None]]  # around what the step clock sees
@@ -81,7 +81,7 @@ class SuiteEngine:
     def rows(self, batch: HashBatch, settings: StepSettings) -> tuple[Any, Any]:
         """See :class:`~pytest_engram.engines.protocol.Engine`; the same queue and the same staging as a step."""
         run, count = self._begin(batch, settings, full=False, main=False), len(batch.token_ids)
-        self._bits(self._staging)[...] = _IMPOSSIBLE
+        self._bits(self.staging)[...] = _IMPOSSIBLE
         with self._enqueue():
             ids, *_ = run()
         for table in self._tables.values():
@@ -142,7 +142,7 @@ class SuiteEngine:
     def _ticket(self, layer: int, table: int, ids: Any, settings: StepSettings) -> Ticket:
         lookup = partial(self._setup.backend.lookup, self._shards[table])
         return Ticket(
-            partial(lookup, ids[:, table], self._staging[table, : len(ids)], cap=settings.cap),
+            partial(lookup, ids[:, table], self.staging[table, : len(ids)], cap=settings.cap),
             partial(self._trace.mark, layer=layer), settings.lane(table, len(ids)),
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ class SuiteEngine:
         shards, gather = self._setup.shard[1], self._setup.gather
         if gather is None or shards == 1 or not tokens:
             return
-        local = self._staging[table, :tokens]
+        local = self.staging[table, :tokens]
         parts = self._parts[: shards * tokens].reshape(shards, *local.shape)
         gather(parts, local)
         rows = parts.swapaxes(0, 1).reshape(tokens, -1, local.shape[-1])
@@ -204,7 +204,7 @@ class SuiteEngine:
 
     def _allocate(self, staging: Any, empty: Callable[[tuple[int, ...]], Any]) -> None:
         """Take ``staging``, and make what a gather needs beside it by ``empty(shape)``."""
-        self._staging = self._whole = staging
+        self.staging = self._whole = staging
         if (shards := self._setup.shard[1]) > 1:
             layers, most, local, dim = staging.shape
             self._parts = empty((shards * most, local, dim))

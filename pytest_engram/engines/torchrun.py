@@ -19,13 +19,13 @@ from typing import Any
 from pytest_engram import codec, runner
 from pytest_engram.errors import EngramError, PeerError, UsageError
 from pytest_engram.model import Plan
-from pytest_engram.numa.group import SoloGroup
+from pytest_engram.numa.group import Group, SoloGroup
 from pytest_engram.numa.world import load_entry
 
 _IDLE_S = 7 * 86_400  # what ranks wait for their next world, while rank 0 plans or runs alone
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """See :class:`~pytest_engram.numa.group.Group`; ``on_event`` hears every rank's events, in rank 0.
 
     Made in every rank of an initialised ``torch.distributed``; a collective takes at most ``deadline_s``.
@@ -38,14 +38,6 @@ class TorchGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         self._on_event, self._events = on_event, list[Any]()
-
-    def broadcast(self, obj: Any, *, step: str) -> Any:
-        """Rank 0's ``obj``, in every rank."""
-        return self._meet(step, obj if self.rank == 0 else None)[0]
-
-    def barrier(self, *, step: str) -> None:
-        """Return when every rank is here."""
-        self._meet(step)
 
     def all_gather(self, obj: Any, *, step: str) -> list[Any]:
         """Every rank's ``obj``, by rank."""

@@ -116,30 +116,33 @@ class Nvml(_Library):
 
     def sm_clocks(self) -> dict[str, int | str]:
         """PCI address → SM clock in MHz, or why the driver does not say."""
-        clock = ctypes.c_uint(_CLOCK_SM)
-        return {pci: self.read("nvmlDeviceGetClockInfo", device, clock) for pci, device in self._devices.items()}
+        return {pci: self._sm_clock(device) for pci, device in self._devices.items()}
 
     def throttle_reasons(self) -> dict[str, int | str]:
         """PCI address → nvmlClocksThrottleReasons bit mask (0: none active), or why the driver does not say."""
-        name, kind = "nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong
-        return {pci: self.read(name, device, kind=kind) for pci, device in self._devices.items()}
+        return {pci: self._throttled(device) for pci, device in self._devices.items()}
 
     def pcie_kb_per_s(self) -> dict[str, dict[str, int | str]]:
         """PCI address → direction → KB/s over NVML's own window of 20 ms, or why the driver does not say."""
-        name, ways = "nvmlDeviceGetPcieThroughput", {"to_host": 0, "from_host": 1}
-        return {
-            pci: {way: self.read(name, device, ctypes.c_uint(counter)) for way, counter in ways.items()}
-            for pci, device in self._devices.items()
-        }
+        return {pci: self._pcie(device) for pci, device in self._devices.items()}
 
     def counters(self, uuid: str) -> dict[str, int | str]:
-        """The same of the GPU with that UUID, by name, as :data:`COUNTERS`."""
-        for pci, device in self._devices.items():
+        """The same by name, as :data:`COUNTERS`, of the GPU with that UUID and of no other: each window takes time."""
+        for device in self._devices.values():
             if self._text("nvmlDeviceGetUUID", device) == uuid:
-                ways = self.pcie_kb_per_s()[pci]
-                found = self.sm_clocks()[pci], self.throttle_reasons()[pci], ways["to_host"], ways["from_host"]
+                found = self._sm_clock(device), self._throttled(device), *self._pcie(device).values()
                 return dict(zip(COUNTERS, found, strict=True))
         raise self._refusal(f"knows no GPU {uuid}")
+
+    def _sm_clock(self, device: Any) -> int | str:
+        return self.read("nvmlDeviceGetClockInfo", device, ctypes.c_uint(_CLOCK_SM))
+
+    def _throttled(self, device: Any) -> int | str:
+        return self.read("nvmlDeviceGetCurrentClocksThrottleReasons", device, kind=ctypes.c_ulonglong)
+
+    def _pcie(self, device: Any) -> dict[str, int | str]:
+        ways = {"to_host": 0, "from_host": 1}
+        return {way: self.read("nvmlDeviceGetPcieThroughput", device, ctypes.c_uint(n)) for way, n in ways.items()}
 
     def _describe(self, pci: str, device: Any) -> GpuAnswer:
         nodes, reason = self._near("nvmlDeviceGetMemoryAffinity", device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pytest_engram import metrics, planning, sweeps
@@ -196,18 +197,11 @@ def _lines(
     dim = planning.layout_for(evidence.plan).head_dim
     pads = staged // (2 * dim) - read // (dim + dim // 32)
     yield "staging", staged, busy, f"by the lookups; {pads:,} rows of padded heads"
-    for name in ("gather", "projection", "gate"):
+    queries = f"{ledger.collectives} per step: rows of other shards"
+    following = [("query collectives", "gather", queries)] if evidence.plan.experiment.ranks > 1 else []
+    for title, name, note in (*following, *((name, name, "activations") for name in ("projection", "gate"))):
         spans = [sum(s.end - s.start for s in line.spans if s.name == name) for line in steps if line.spans]
-        size = getattr(ledger, name)
-        if name == "gather" and evidence.plan.experiment.ranks > 1:
-            yield (
-                "query collectives",
-                size,
-                numbers.median(spans),
-                f"{ledger.collectives} per step: rows of other shards",
-            )
-        elif size:
-            yield name, size, numbers.median(spans), "activations"
+        yield title, getattr(ledger, name), numbers.median(spans), note
 
 
 def _range(values: Iterable[int]) -> str:
@@ -219,11 +213,9 @@ def _layers(evidence: Evidence) -> tuple[Sequence[str], Rows]:
     """Medians over marked steps of a layer's main stream, waits excluded: which layers pay for the lookups."""
     arms = [*evidence.plan.experiment.arms]
     times = [sweeps.layer_times([run for run in evidence.runs if base_arm(run.arm) == arm]) for arm in arms]
+    named = partial(sweeps.stretch, known=times[0], layers=evidence.plan.experiment.workload.layers)
     rows = [
-        (
-            sweeps.stretch(layer, times[0], evidence.plan.experiment.workload.layers),
-            *(_in("ns", arm[layer]) for arm in times),
-        )
+        (named(layer), *(_in("ns", arm[layer]) for arm in times))
         for layer in sorted(set.intersection(*map(set, times)))
         if max(arm[layer] for arm in times) > (1 + _LAYER) * min(arm[layer] for arm in times)
     ]

@@ -123,8 +123,8 @@ def _late_forgotten(self: Any, layer: int, ticket: Any, settings: StepSettings) 
 
 def _new_staging(self: Any) -> None:
     self._old = getattr(self, "_old", [])
-    self._old.append(self._staging)  # so that the allocator cannot give the same memory again
-    self._staging = np.zeros_like(self._staging)
+    self._old.append(self.staging)  # so that the allocator cannot give the same memory again
+    self.staging = np.zeros_like(self.staging)
 
 
 def _copied_shards(self: Any) -> None:

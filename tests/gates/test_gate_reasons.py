@@ -39,6 +39,12 @@ def _edit(**fields):
     return lambda run: replace(run, **fields)
 
 
+def _b_runs_as_a(change, evidence):
+    """The marked steps of B are A's own."""
+    base = next(run for run in evidence.runs if run.arm == "A")
+    return change(evidence, _edit(overlap=base.overlap), _is_b)
+
+
 def _with_print(**values):
     return lambda run: replace(run, fingerprint={**run.fingerprint, **values})
 
@@ -482,9 +488,7 @@ def _late_arm_submits_early(lab, change):
 
 @reason("submission-not-as-asked", 1)
 def _inline_arm_keeps_prefetching(lab, change):
-    evidence = lab.evidence("more/B1-inline", effects={})
-    early = next(run for run in evidence.runs if run.arm == "A")
-    return change(evidence, _edit(overlap=early.overlap), _is_b)
+    return _b_runs_as_a(change, lab.evidence("more/B1-inline", effects={}))
 
 
 @reason("submission-not-as-asked", 1)
@@ -553,9 +557,7 @@ def _two_streams(lab, change):
 
 @reason("not-a-serial-queue", 2)
 def _two_streams_whose_lookups_never_met(lab, change):
-    evidence = lab.evidence("more/B1-streams", effects={})
-    one = next(run for run in evidence.runs if run.arm == "A")
-    return change(evidence, _edit(overlap=one.overlap), _is_b)
+    return _b_runs_as_a(change, lab.evidence("more/B1-streams", effects={}))
 
 
 @reason("cap-not-obeyed", 1)

@@ -85,13 +85,13 @@ def check_graph_steps() -> dict[str, Any]:
 def check_graph_rows() -> dict[str, Any]:
     """P5, P6: rows of a replay are the eager step's, ids the oracle's, and the staging buffer stays where it is."""
     one = engine()
-    address = one._staging.data_ptr()
+    address = one.staging.data_ptr()
     for seed, tokens in ((7, 2048), (8, 17), (9, 300), (10, 2048)):
         fresh = batch(seed, tokens)
         ids, rows = one.rows(fresh, captured(ARMS["early"]))
         assert (ids == hash_ids(one._setup.layout, fresh, one._setup.token_map)).all(), f"ids of {tokens} tokens"
         assert (rows == one.rows(fresh, ARMS["early"])[1]).all(), f"rows of {tokens} tokens"
-    assert one._staging.data_ptr() == address
+    assert one.staging.data_ptr() == address
     return {"replays": 4}
 
 
@@ -186,7 +186,7 @@ def check_head_shards() -> dict[str, Any]:
 
     def gather(out: Any, local: Any) -> None:
         out[0].copy_(local)
-        out[1].copy_(peer._staging[len(turn) % 2, : len(local)])
+        out[1].copy_(peer.staging[len(turn) % 2, : len(local)])
         turn.append(1)
 
     shard = CudaEngine(setup(shard=(0, 2), gather=gather))

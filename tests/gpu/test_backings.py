@@ -133,7 +133,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libcuda]:
     """Both backings over one stand-in driver whose device is number 3; nothing of it is left."""
     library = Libcuda()
     for kind in CUDA_BACKINGS.values():
-        monkeypatch.setattr(kind, "library", staticmethod(lambda: Driver(library, 3)))
+        monkeypatch.setattr(kind, "open_driver", staticmethod(lambda: Driver(library, 3)))
         monkeypatch.setitem(BACKINGS, kind.name, kind)
     yield library
     gc.collect()

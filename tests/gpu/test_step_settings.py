@@ -134,13 +134,13 @@ def test_padding_does_not_make_a_batch_inline(fake_cuda: Any, above: int) -> Non
 def test_a_graph_stages_the_oracles_rows(fake_cuda: Any) -> None:
     """P5, P6: rows read after a replay are the batch's own, in memory that does not move, beside eager steps."""
     engine = build(fake_cuda)
-    address = engine._staging.data_ptr()
+    address = engine.staging.data_ptr()
     for seed, tokens in ((1, 6), (2, 8), (3, 6)):
         one = HashBatch.sequence(np.random.default_rng(seed).integers(0, 1000, tokens), history=[1, 2, 3])
         ids, rows = engine.rows(one, GRAPH)
         assert (ids == hash_ids(twin.LAYOUT, one, twin.TOKEN_MAP)).all()
         assert (rows == engine.rows(one, EARLY)[1]).all()
-    assert engine._staging.data_ptr() == address
+    assert engine.staging.data_ptr() == address
     replays = next(iter(engine._graphs.values())).graph.replays
     assert replays == 3
 
@@ -258,7 +258,7 @@ def test_head_shards_gather_before_the_projection(fake_cuda: Any) -> None:
     table = iter([])
 
     def gather(out: Any, local: Any) -> None:
-        other = peer._staging[next(table), : len(local)]
+        other = peer.staging[next(table), : len(local)]
         fake_cuda.launch(lambda: fake_cuda.advance(20_000))
         out[0], out[1] = local, other
 
