@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.gpu.nvml import Nvml
-from pytest_engram.numa import _syscalls, procfs
+from pytest_engram.numa import _syscalls, procfs, uncore
 from pytest_engram.numa.cgroup import cgroup_headroom, cgroup_paths, memory_limit
 from pytest_engram.numa.topology import read_hypervisor
 from pytest_engram.numa.tree import Tree
@@ -24,7 +24,6 @@ Value = TypeVar("Value")
 
 _SHM = "/dev/shm"  # noqa: S108 - the place under test, not a scratch file
 _THP = "sys/kernel/mm/transparent_hugepage"
-_PMU = "sys/bus/event_source/devices"
 _PACKAGES = ("pytest-engram", "numpy", "torch", "triton", "vllm", "sglang", "scipy", "msgspec", "pytest",
              "pytest-benchmark", "pytest-xdist")  # fmt: skip
 
@@ -129,17 +128,6 @@ def _dirty() -> bool:
     return bool(_git("rev-parse", "HEAD") and _git("status", "--porcelain", "--untracked-files=no"))
 
 
-def _uncore(tree: Tree) -> str:
-    """Counters of the link between sockets; this suite reads none, so no verdict speaks of cross-socket traffic."""
-    boxes = tree.names(_PMU, r"(uncore_(upi|qpi|imc)|amd_(df|umc)|arm_cmn|nvidia_(scf|pcie|cnvlink)_pmu)(_\d+)*")
-    if not boxes:
-        raise NotMeasurable(
-            f"no uncore or fabric unit in /{_PMU}: a virtual machine hides them, or no driver is loaded"
-        )
-    paranoid = tree.number("proc/sys/kernel/perf_event_paranoid")
-    return f"{', '.join(boxes)}; perf_event_paranoid {paranoid}; not read here: their events differ by CPU model"
-
-
 _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running interpreter
     "cuda": lambda _tree: Nvml().cuda_version(),
     "policy.calls": lambda _tree: _syscalls.probe_calls(),
@@ -167,7 +155,7 @@ FACTS: dict[str, Callable[[Tree], Any]] = {
     "thp.sizes": _thp_sizes,
     "numa_balancing": _file("proc/sys/kernel/numa_balancing", kind=int),
     "vm.max_map_count": _file("proc/sys/vm/max_map_count", kind=int),
-    "perf.uncore": _uncore,
+    "perf.uncore": uncore.describe,
     "cpuset.cpus": _file("proc/self/status", r"^Cpus_allowed_list:\s*(\S+)"),
     "cpuset.mems": _file("proc/self/status", r"^Mems_allowed_list:\s*(\S+)"),
     "cgroup.paths": cgroup_paths,

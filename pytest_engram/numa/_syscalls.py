@@ -1,7 +1,7 @@
-"""The only ctypes calls into the kernel: memory policy, page queries, madvise, namespaces, parent-death signal.
+"""The only ctypes calls into the kernel: policy, page queries, madvise, counters, namespaces, parent-death signal.
 
-Constants keep the names of ``linux/mempolicy.h``, ``asm-generic/mman-common.h``, ``linux/sched.h``, ``linux/mount.h``
-and ``linux/prctl.h``.
+Constants keep the names of ``linux/mempolicy.h``, ``asm-generic/mman-common.h``, ``linux/sched.h``, ``linux/mount.h``,
+``linux/prctl.h`` and ``linux/perf_event.h``.
 ``get_mempolicy(MPOL_F_NODE | MPOL_F_ADDR)`` is absent on purpose: it faults the page that it is asked about.
 """
 
@@ -14,6 +14,7 @@ import functools
 import mmap
 import os
 import platform
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +31,13 @@ MPOL_MODE_FLAGS = 0b111 << 13  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES, MPO
 MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_COLLAPSE = 14, 22, 23, 25
 PR_SET_PDEATHSIG = 1
 CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
+PERF_FORMAT_TOTAL_TIME_ENABLED, PERF_FORMAT_TOTAL_TIME_RUNNING, PERF_FLAG_FD_CLOEXEC, PERF_ATTR_SIZE_VER0 = 1, 2, 8, 64
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
 UNANSWERED = -errno.ENODATA  # no node, and no errno of move_pages
 
 _NUMBERS = {
-    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
-    "aarch64": {"mbind": 235, "set_mempolicy": 237, "get_mempolicy": 236, "move_pages": 239},
+    "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279, "perf_event_open": 298},
+    "aarch64": {"mbind": 235, "set_mempolicy": 237, "get_mempolicy": 236, "move_pages": 239, "perf_event_open": 241},
 }
 _MASK_BITS = 1024  # MAX_NUMNODES of every distribution kernel; larger masks are refused from 4,097 bits on
 
@@ -128,6 +130,16 @@ def _ramp(count: int, step: int) -> tuple[int, int]:
 def madvise(address: int, nbytes: int, advice: int) -> None:
     """``madvise(2)``; EINVAL means that this kernel does not know the advice."""
     _checked(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(advice)), "madvise")
+
+
+def perf_event_open(kind: int, config: int, config1: int, cpu: int) -> int:
+    """A counter of all that happens on ``cpu``; each read of its fd gives three native 64-bit words.
+
+    They are the count, the ns since it was opened and the ns of these in which it counted.
+    """
+    times = PERF_FORMAT_TOTAL_TIME_ENABLED | PERF_FORMAT_TOTAL_TIME_RUNNING
+    attr = struct.pack("=2I5Q2IQ", kind, PERF_ATTR_SIZE_VER0, config, 0, 0, times, 0, 0, 0, config1)
+    return _call("perf_event_open", ctypes.c_char_p(attr), -1, cpu, -1, PERF_FLAG_FD_CLOEXEC)
 
 
 def die_with_parent(signal_number: int) -> None:

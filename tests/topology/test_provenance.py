@@ -173,8 +173,15 @@ def test_the_fingerprint_leaves_out_what_changes_by_itself(grow: Grow) -> None:
 
 
 def test_counters_of_the_socket_link_are_named_or_missed(grow: Grow) -> None:
-    """Without an uncore unit the reason stands there; with one its name and that nothing is read from it."""
+    """Without an uncore unit, or on a CPU whose events are not known, the reason stands there; else the unit."""
     assert "a virtual machine hides them" in collect(grow("two-sockets"))["perf.uncore"]["reason"]
-    paths = {"sys/bus/event_source/devices/uncore_upi_0/type": "1", "sys/bus/event_source/devices/cpu/type": "4"}
-    found = collect(grow("two-sockets", {**paths, "proc/sys/kernel/perf_event_paranoid": "2"}))["perf.uncore"]
-    assert found["value"].startswith("uncore_upi_0; perf_event_paranoid 2; not read here")
+    unit = "sys/bus/event_source/devices/uncore_upi_0"
+    xeon = "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\n"
+    paths = {
+        f"{unit}/type": "37", f"{unit}/cpumask": "0-1", f"{unit}/format/event": "config:0-7",
+        f"{unit}/format/umask": "config:8-15", "proc/sys/kernel/perf_event_paranoid": "2",
+    }  # fmt: skip
+    unknown = collect(grow("two-sockets", paths))["perf.uncore"]
+    assert unknown["reason"] == "uncore_upi_0: no known event counts this socket's link on this CPU"
+    found = collect(grow("two-sockets", {**paths, "proc/cpuinfo": xeon}))["perf.uncore"]
+    assert found["value"] == "bytes that arrive (cross_socket_in_bytes) by uncore_upi_0; perf_event_paranoid 2"
