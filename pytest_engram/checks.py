@@ -39,12 +39,12 @@ _WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def compact_cases(*, regrouped: bool = False) -> tuple[Case, ...]:
+def compact_cases(*, storage: bool = False) -> tuple[Case, ...]:
     """The cases that gate 0 runs in every arm, before and after timing; quick enough to stand beside a measurement.
 
-    ``regrouped``: the arms share or back their tables differently, so storage and replay stand in question too.
+    ``storage``: the arms share, back or allocate their tables differently, so storage and replay stand in question too.
     """
-    return tuple(case for case in CASES if case.compact or (regrouped and case.name in _STORAGE_IN_QUESTION))
+    return tuple(case for case in CASES if case.compact or (storage and case.name in _STORAGE_IN_QUESTION))
 
 
 def check(backend: Backend, case: Case, *, seed: int = 0, engine: str | None = None) -> CorrectnessSample:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pytest_engram.experiment_rules import places
 from pytest_engram.model import GATE_NAMES, Experiment, Gpu, NumaNode, Topology
 from pytest_engram.needs import Engines, gate_limit, named_nodes, policies_of, requirement
 from pytest_engram.numa.tree import format_list
@@ -57,7 +58,7 @@ def _cautions(experiment: Experiment, topology: Topology, provenance: Facts) -> 
     """What does not forbid a measurement but bounds what it says."""
     if experiment.requires:
         yield f"requires {' and '.join(experiment.requires)} to have passed, here or in a file of equal fingerprint"
-    if experiment.variable != "policy":
+    if not places(experiment):
         return
     named = {node for policy in policies_of(experiment) for node in named_nodes(policy)}
     if len(named) > 1 and any(named <= set(nodes) for nodes in topology.socket_nodes().values()):

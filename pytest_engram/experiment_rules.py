@@ -53,7 +53,10 @@ _VARIABLES: dict[str, Bound] = {
 }
 _HELD: dict[str, Bound] = {
     "backing": _among(*BACKING_NAMES),
-    "placement_by": (("order", "mount").__contains__, "order (ours) or mount (stock code, private mpol= mount)"),
+    "placement_by": (
+        ("order", "engine", "mount").__contains__,
+        "order (the suite's own), engine (the backend's storage is asked), or mount (its stock storage, mpol= mount)",
+    ),
     "grid": (("background", "foreground").__contains__, "background or foreground; B1 keeps the background grid"),
     "cpu_offload": (lambda on: on is True, "true: CPU offload off moves the weights; change `submission` instead"),
     "dp_shared_memory": (lambda on: on is True, "true: unsharing is no private-copy baseline of A3"),
@@ -99,6 +102,12 @@ RULE_LISTS = ("mechanism", "no_offset", "end_to_end", "guards")  # every second 
 def settings(experiment: Experiment, arm: str) -> dict[str, Any]:
     """All that ``arm`` runs with: its own change, what every arm holds, and the defaults of what nobody names."""
     return {**_DEFAULTS, **experiment.hold, **experiment.arms[base_arm(arm)]}
+
+
+def places(experiment: Experiment) -> bool:
+    """Whether the arms differ in where pages lie: by their policies, or by backends that place their own tables."""
+    own = settings(experiment, BASE)["placement_by"] == "engine"
+    return experiment.variable == "policy" or (experiment.variable == "backend" and own)
 
 
 def faults(experiment: Experiment) -> Iterator[Fault]:
@@ -170,7 +179,7 @@ def _rule(e: Experiment, rule: MetricRule, earlier: list[str], *, harm: bool) ->
 
 def _together(e: Experiment) -> Iterator[Fault]:
     """What is right alone and wrong beside something else."""
-    layers, depth, placed = list(e.workload.engram_layers), e.workload.layers, e.variable == "policy"
+    layers, depth, placed = list(e.workload.engram_layers), e.workload.layers, BASE in e.arms and places(e)
     tests = (len(e.arms) - 1) * len(e.mechanism)
     needed = math.ceil(math.log2(tests / e.alpha))  # 2**-blocks is the least p-value, which Holm multiplies
     gates = [name for name in ("no_offset", "end_to_end") if e.claim is Claim.IMPROVES and not getattr(e, name)]

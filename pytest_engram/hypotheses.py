@@ -27,7 +27,7 @@ from functools import partial
 from statistics import fmean, median
 
 from pytest_engram import metrics, stats
-from pytest_engram.experiment_rules import settings
+from pytest_engram.experiment_rules import places, settings
 from pytest_engram.gates.comparison import Case, marked_steps, percent
 from pytest_engram.gates.placement import prediction
 from pytest_engram.model import Adjudication, Evidence, LookupMark, RunRecord, Timeline, Verdict
@@ -264,7 +264,7 @@ def _variable(*names: str) -> Callable[[Case], bool]:
 # statement, what is missing without evidence, which evidence speaks, the last gate it must have passed, the rule
 _RULES: tuple[tuple[str, str, Callable[[Case], bool], int, Rule], ...] = (
     ("remote placement dominates the wait", "A1 on a machine with two memory nodes",
-     lambda case: case.experiment.variable == "policy" and not case.plan.regrouped, 1, _remote),
+     lambda case: places(case.experiment) and not case.plan.regrouped, 1, _remote),
     ("data-parallel peers contend for the host's memory or PCIe", "two ranks or more, and one of them alone",
      lambda case: case.experiment.ranks > 1, 0, _contention),
     ("there is not enough prefetch lead", "B1", _variable("submission"), 1, _lead),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from pytest_engram.experiment_rules import settings
+from pytest_engram.experiment_rules import places, settings
 from pytest_engram.model import Experiment, Gpu, Problem, Status, Topology
 
 Engines = Mapping[str, str | None]  # each probed engine: None when it is ready, else the reason why not
@@ -24,7 +24,7 @@ def requirement(experiment: Experiment, topology: Topology, engine: str, engines
 
 def gate_limit(experiment: Experiment, gate: int, topology: Topology, engine: str) -> Problem | None:
     """Why gate ``gate`` of an experiment that can run will still lack its evidence here, or None."""
-    if gate == 2 and engine == "cuda" and experiment.variable == "policy":
+    if gate == 2 and engine == "cuda" and places(experiment):
         return _first(experiment, _distances(experiment, topology))
     if gate == 4 and experiment.serving is None:
         return _first(experiment, iter([("no-load", "declares no open-loop load, so there is no goodput to compare")]))

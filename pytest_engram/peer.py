@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from pytest_engram.engines import backings, engine_class
 from pytest_engram.engines.collective import Collective
 from pytest_engram.engines.protocol import Engine, EngineSetup, StepResult, StepSettings
 from pytest_engram.engines.tables import WHOLE, fill_table, full_shards, table_bytes, table_views
+from pytest_engram.errors import NotMeasurable
 from pytest_engram.hashing import HashBatch, hash_ids
 from pytest_engram.model import (
     ComputeSample,
@@ -30,6 +31,7 @@ from pytest_engram.model import (
     Moment,
     OverlapSample,
     PageDistribution,
+    PlacementPlan,
     PlacementSample,
     Plan,
     RunRecord,
@@ -41,7 +43,8 @@ from pytest_engram.model import (
 from pytest_engram.numa import mounts
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.pages import worker_policy
-from pytest_engram.numa.table import build_table
+from pytest_engram.numa.table import SharedTable, adopt_table, build_table
+from pytest_engram.numa.uncore import SocketLink
 from pytest_engram.planning import layout_for, step_ledger
 from pytest_engram.provenance import collect, machine_fingerprint
 from pytest_engram.schedule import base_arm
@@ -75,23 +78,43 @@ class Peer:
         self.shard = (group.rank, group.size) if self.work.tensor_parallel and group.size > 1 else WHOLE
         self.part = self.shard if plan.placements[arm].notes else WHOLE  # a split gives each rank a table of its heads
         self.token_map = synthetic_token_map(self.layout.compressed_vocab, VOCABULARY)
-        engine = engine_class(plan.engine)
         backings.install(plan.placements[arm].backing, group.rank)
         self.machine = machine_fingerprint(collect(standing=True))  # of the machine's /dev/shm, before it is hidden
-        by_mount = experiment_rules.settings(plan.experiment, arm)["placement_by"] == "mount"
-        mounted = [mounts.enter(group, plan.placements[arm])] if by_mount else []
-        self.table = build_table(
-            group, plan.placements[arm], table_bytes(self.layout, self.part), register=engine.registrar(group.rank),
-            progress=lambda done, total: group.emit({"kind": "pages", "value": [done, total]}),
-            order="mounted" if by_mount else "placed",
-        )  # fmt: skip
-        self.table.receipts[:0] = mounted
+        self.backends: dict[str, Backend] = {}
+        self.table = self._table(arm, plan.placements[arm])
         self.table.load(self._fill, group)
         self.table.audit(Moment.LOADED)
         self.views = table_views(self.table.buffer, self.layout, self.part)
         self.collective = Collective(group, plan.engine, deadline_s=plan.deadline_s) if self.shard[1] > 1 else None
         self.engines: dict[str, Engine] = {}
-        self.backends: dict[str, Backend] = {}
+        self.link = SocketLink(plan.cpus[group.rank])
+
+    def _table(self, arm: str, placement: PlacementPlan) -> SharedTable:
+        """Built by the suite in its own order, or allocated by the backend: as its patch is asked, or under a mount."""
+        by, group = experiment_rules.settings(self.plan.experiment, arm)["placement_by"], self.group
+        engine, nbytes = engine_class(self.plan.engine), table_bytes(self.layout, self.part)
+        register = engine.registrar(group.rank)
+        if by == "order":
+            progress = lambda done, total: group.emit({"kind": "pages", "value": [done, total]})  # noqa: E731
+            return build_table(group, placement, nbytes, register=register, progress=progress)
+        allocate = getattr(self._backend(arm), "storage", None)
+        if allocate is None:
+            raise NotMeasurable(
+                "it allocates no table", code="no-storage", who=f"backend {self.plan.backends[arm]}",
+                where=f"placement_by: {by}", expected="its method `storage`", way_out="placement_by: order",
+            )  # fmt: skip
+        mounted = [mounts.enter(group, placement)] if by == "mount" else []
+        asked = {} if mounted else {"policy": placement.policy}
+        make = partial(allocate, group, nbytes, engine.cudart(group.rank), backing=placement.backing, **asked)
+        table = adopt_table(group, placement, nbytes, make, register=register)
+        table.receipts[:0] = mounted
+        return table
+
+    def _backend(self, arm: str) -> Backend:
+        spec = self.plan.backends[arm]
+        if spec not in self.backends:
+            self.backends[spec] = load_backend(spec)
+        return self.backends[spec]
 
     def _fill(self, buffer: Any) -> None:
         fill_table(buffer, self.layout, self.plan.seed, shard=self.part, check=self.group.check)
@@ -102,6 +125,7 @@ class Peer:
             engine.close()
         self.engines.clear()
         self.views = ()
+        self.link.close()
         self.table.close()
         if self.collective is not None:
             self.collective.close()
@@ -110,11 +134,10 @@ class Peer:
         """The engine of an arm; arms with the same backend share one, so that only the arm's variable differs."""
         spec = self.plan.backends[arm]
         if spec not in self.engines:
-            self.backends[spec] = load_backend(spec)
             serving, work, rank = self.plan.experiment.serving, self.work, self.group.rank
             setup = EngineSetup(
                 rank=rank, layout=self.layout, workload=work, tables=self.views, token_map=self.token_map,
-                backend=self.backends[spec], cpus=self.plan.cpus[rank], seed=self.plan.seed, shard=self.shard,
+                backend=self._backend(arm), cpus=self.plan.cpus[rank], seed=self.plan.seed, shard=self.shard,
                 max_tokens=max(work.tokens, *work.sizes, serving.max_batch_tokens if serving else 0),
                 gather=None if self.collective is None else self.collective.gather,
             )  # fmt: skip
@@ -133,8 +156,10 @@ class Peer:
         started, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.perf_counter()
         engine.drift()  # what it counts between two calls starts here
         before = self._check(arm, engine, settings, run.index)
+        self.link.take()  # what arrives at this rank's socket counts from here
         overlap, compute = self._steps(engine, settings)
-        serving, sweep, state = self._serve(engine, settings), tuple(self._sweep(engine, settings)), engine.drift()
+        serving, sweep = self._serve(engine, settings), tuple(self._sweep(engine, settings))
+        state = engine.drift() | self.link.take()
         self.table.audit(Moment.REPLAYED)
         part = RunRecord(
             index=run.index, block=run.block, arm=run.arm, started_at=started,
@@ -158,8 +183,8 @@ class Peer:
         return StepSettings(**{field.name: chosen[field.name] for field in fields(StepSettings)})
 
     def _check(self, arm: str, engine: Engine, settings: StepSettings, seed: int) -> tuple[CorrectnessSample, ...]:
-        backend = self.backends[self.plan.backends[arm]]
-        cases = checks.compact_cases(regrouped=self.plan.regrouped)
+        backend = self._backend(arm)
+        cases = checks.compact_cases(storage=self.plan.storage_in_question)
         contract = tuple(checks.check(backend, case, seed=seed, engine=self.plan.engine) for case in cases)
         batch = next(fixed_batches(self.work, seed, VOCABULARY, "low-reuse"))
         return (*contract, *checks.check_engine(engine, batch, settings, self.layout, self.token_map, self.plan.seed))
@@ -260,7 +285,7 @@ class Peer:
     def _fingerprint(self, arm: str) -> dict[str, str]:
         """What this arm really ran: keys named after the variable may differ between arms, all others may not."""
         chosen, placement = experiment_rules.settings(self.plan.experiment, arm), self.plan.placements[arm]
-        receipt = receipt_of(self.backends[self.plan.backends[arm]])
+        receipt = receipt_of(self._backend(arm))
         return {
             **{f"machine.{key}": value for key, value in self.machine.items()},
             **{f"machine.user.{key}": value for key, value in self.plan.user.items()},

@@ -27,7 +27,7 @@ from pytest_engram.layout import parameter_name, sharing_group
 from pytest_engram.model import PlacementPlan, TablePlan
 from pytest_engram.numa.capacity import check_capacity, live_memory
 from pytest_engram.numa.group import Group
-from pytest_engram.numa.table import SharedTable, build_table
+from pytest_engram.numa.table import SharedTable, build_table, plan_for
 from pytest_engram.rows import gated_residual, lookup_rows
 from pytest_engram.tokens import build_token_map
 
@@ -92,10 +92,12 @@ class ReferenceBackend:
         """The suite's own prefetch stream on the GPU, or on a virtual GPU for the CPU engine."""
         return StreamPrefetch(self.lookup, layout, tables, most, around, engine)
 
-    def storage(self, group: Group, nbytes: int, cudart: Cudart, *, backing: str = "tmpfs") -> SharedTable:
-        """One rank's part of a table that all ranks of ``group`` share, registered through ``cudart``."""
-        plan = _shared_by(group.size, backing)
-        return build_table(group, plan, nbytes, register=lambda table: register(table.buffer, cudart=cudart), threads=1)
+    def storage(
+        self, group: Group, nbytes: int, cudart: Cudart | None, *, backing: str = "tmpfs", policy: str = "default"
+    ) -> SharedTable:
+        """One rank's part of a table that all ranks of ``group`` share, placed, then registered through ``cudart``."""
+        plan = plan_for(group, policy, backing)
+        return build_table(group, plan, nbytes, register=lambda table: register(table.buffer, cudart=cudart))
 
     def sharing(self, *, offload: bool, replicas: int, elastic: bool = False) -> None:
         """Raise ``UsageError`` where tables cannot be shared although that is asked for (S8)."""
@@ -114,7 +116,9 @@ class ReferenceBackend:
 
     def fits(self, nbytes: int, *, cgroup_free: int) -> None:
         """Raise ``UsageError`` for a table that does not fit this machine, or a memory cgroup with that much room."""
-        check_capacity(_shared_by(1, "tmpfs"), nbytes, live_memory(), None, cgroup_free, reserve=0)
+        tables = (TablePlan(ranks=(0,), mode="default", nodes=()),)
+        plan = PlacementPlan(policy="default", backing="tmpfs", tables=tables)
+        check_capacity(plan, nbytes, live_memory(), None, cgroup_free, reserve=0)
 
 
 class ReferenceHasher:
@@ -148,11 +152,6 @@ class ReferenceHasher:
     def dummy(self, tokens: int) -> tuple[Any, Any]:
         """(ids int32 [tokens, L, H] all dead, keep bool [tokens] all False) of a replica without requests (H17)."""
         return dummy_ids(self._layout, tokens), np.zeros(tokens, dtype=bool)
-
-
-def _shared_by(ranks: int, backing: str) -> PlacementPlan:
-    tables = (TablePlan(ranks=tuple(range(ranks)), mode="default", nodes=()),)
-    return PlacementPlan(policy="shared", backing=backing, tables=tables)
 
 
 def _version() -> str:

@@ -6,6 +6,7 @@ Without CUDA the kernels run in Triton's interpreter on numpy arrays (keep shape
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from pytest_engram.backends.vllm_source import locate
 from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 
+ENVIRONMENT = "PYTEST_ENGRAM_PLACEMENT"  # in which a patched build finds the policy
 DIFFERENCES = {"placed-first": "the pages of a shared table are first touched inside each rank's registration"}
 INTERPRETER_DIFFERENCES = {
     "scale-extremes": "Triton's interpreter rounds bf16 results below 2**-126 otherwise than the hardware does",
@@ -123,12 +125,17 @@ class VllmBackend(VllmLaunch):
 
         return EnginePrefetch(self, layout, tables, most, around)
 
-    def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs") -> Any:
-        """vLLM's ``DPSharedEngramStorage`` of rows of 33 bytes, or its huge-page memory, registered by ``cudart``."""
+    def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs", policy: str = "") -> Any:
+        """vLLM's ``DPSharedEngramStorage`` of rows of 33 bytes, or its huge-page memory, registered by ``cudart``.
+
+        A patched build reads ``policy`` in the environment, as :mod:`.vllm_patch` does; stock code knows none.
+        """
         from pytest_engram.backends.vllm_tables import EngineTable, Registrations
 
         with INTERPRETER:
             self._registrations = self._registrations or Registrations(self.engine)
+        if policy:
+            os.environ[ENVIRONMENT] = policy
         return EngineTable(self.engine, self._registrations, group, nbytes, cudart, backing)
 
     @contextmanager

@@ -21,17 +21,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import policies
-from pytest_engram.backends.vllm import VllmBackend
+from pytest_engram.backends.vllm import ENVIRONMENT, VllmBackend
 from pytest_engram.errors import PeerError, UsageError
 from pytest_engram.gpu.registration import Cudart
 from pytest_engram.gpu.registration import register as register_with_cuda
-from pytest_engram.model import Topology
 from pytest_engram.numa.group import Group
-from pytest_engram.numa.table import build_table
-from pytest_engram.numa.topology import read_topology
+from pytest_engram.numa.table import build_table, plan_for
 
-ENVIRONMENT = "PYTEST_ENGRAM_PLACEMENT"
 STORAGE = "DPSharedEngramStorage"
 MODULES = ("vllm.models.deepseek_v41.nvidia.engram", "vllm.models.deepseek_v41.common.engram")  # 0.31, 0.32 and later
 
@@ -88,14 +84,12 @@ class PlacedStorage:
         return self.stock._allocate(self, num_bytes)
 
     def _placed(self, ranks: _Ranks, policy: str, num_bytes: int) -> Any:
-        topology = read_topology()
-        homes = ranks.all_gather(_home(topology), step="homes")
-        plan = policies.resolve(policy, topology, ranks.size, backing="tmpfs", rank_nodes=homes)
+        plan = plan_for(ranks, policy, "tmpfs")
         if plan.notes:
             raise UsageError(f"policy {policy!r}: a DP group shares whole slices", code="no-head-shards")
         pin = partial(register_with_cuda, cudart=self.cudart)
         table = build_table(ranks, plan, num_bytes, register=lambda table: pin(table.buffer))
-        told = ranks.all_gather({"node": homes[ranks.rank], "pages": table.distributions[-1].pages}, step="pages")
+        told = ranks.all_gather({"pages": table.distributions[-1].pages}, step="pages")
         if ranks.rank == 0:
             self.engine.logger.info("Engram pages by NUMA node, per rank, asked %s: %s", policy, told)
         self._writes = table.leads and ranks.rank > 0
@@ -143,9 +137,3 @@ class _Ranks(Group):
         if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(frames) if error]:
             raise PeerError("; ".join(errors), code="peer-failed")
         return [value for value, _ in frames]
-
-
-def _home(topology: Topology) -> int | None:
-    """The node that holds all CPUs of this process; None where they are several's."""
-    nodes = {topology.node_of_cpu(cpu) for cpu in os.sched_getaffinity(0)}
-    return nodes.pop() if len(nodes) == 1 else None

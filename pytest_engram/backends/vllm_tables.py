@@ -44,12 +44,15 @@ class Registrations:
         played = type("Played", (torch.Tensor,), pinned)
         names["cuda"] = Overlay("cuda", {"cudart": lambda: self}, partial(getattr, names.get("cuda", torch.cuda)))
         names["from_numpy"] = lambda array: (
-            wrap(array).as_subclass(played) if hasattr(self._mine, "cudart") else wrap(array)
+            wrap(array).as_subclass(played) if getattr(self._mine, "cudart", None) else wrap(array)
         )
 
     @contextmanager
-    def played(self, cudart: Cudart) -> Iterator[list[Any]]:
-        """Inside, this thread registers with ``cudart``; what is yielded gets (pages before, pages after) of each."""
+    def played(self, cudart: Cudart | None) -> Iterator[list[Any]]:
+        """Inside, this thread registers with ``cudart``; what is yielded gets (pages before, pages after) of each.
+
+        None is CUDA's own, of which nothing is written down.
+        """
         self._mine.cudart, self._mine.pages = cudart, []
         try:
             yield self._mine.pages
@@ -75,14 +78,16 @@ class Registrations:
 class EngineTable:
     """One rank's ``DPSharedEngramStorage`` of ``nbytes``, or the engine's huge-page memory."""
 
-    def __init__(self, engine: LightEngine, calls: Registrations, group: Group, nbytes: int, cudart: Cudart,
+    def __init__(self, engine: LightEngine, calls: Registrations, group: Group, nbytes: int, cudart: Cudart | None,
                  backing: str) -> None:  # fmt: skip
         self._engine, self._torch = engine, import_module("torch")
         self._storage: Any = None
         with calls.played(cudart) as pages:
             if backing == "tmpfs":
-                rows = nbytes // (_DIM + 1)
-                self._storage = engine.get("DPSharedEngramStorage")(rows, _DIM, _DIM, EngineGroup(group))
+                rows, kind = -(-nbytes // (_DIM + 1)), engine.get("DPSharedEngramStorage")
+                if hasattr(kind, "cudart"):  # a patch that registers by itself
+                    kind = type(kind.__name__, (kind,), {"cudart": cudart})
+                self._storage = kind(rows, _DIM, _DIM, EngineGroup(group))
                 self._memory = self._storage.weight.untyped_storage()
             else:
                 memory = engine.get("_allocate_huge_page_storage")(nbytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.gpu import registration
-from pytest_engram.gpu.cumem import Driver, HeldCudart, offer, receive
+from pytest_engram.gpu.cumem import Driver, DriverCudart, offer, receive
 from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.backing import BACKINGS, Backing
@@ -68,7 +68,7 @@ class Pinned(DriverMade):
             _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
         except OSError as error:
             raise _syscalls.refused(error, f"policy {self._asked.mode} {self._asked.nodes}") from error
-        self.cudart = HeldCudart(self.open_driver())
+        self.cudart = DriverCudart(self.open_driver())
         vmas = pages.mapped_vmas(self.address, self.nbytes, name="maps")
         self.detail = f"{vmas[-1].end - vmas[0].start} bytes mapped for {self.nbytes}"
 
@@ -112,7 +112,7 @@ class CuMem(DriverMade):
                 expected="a driver that maps an imported HOST_NUMA allocation for GPU and host",
                 way_out="one rank per table (per-gpu-node), or the tmpfs or memfd backing",
             ) from error  # fmt: skip
-        self.cudart = HeldCudart(self._driver)
+        self.cudart = DriverCudart(self._driver)
         self.detail = f"{length} bytes on node {node} for {self.nbytes}"
 
     def close(self) -> None:

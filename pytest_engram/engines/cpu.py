@@ -5,6 +5,7 @@ numpy releases the GIL in matmul and take, so a lookup that is submitted early r
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -27,8 +28,29 @@ from pytest_engram.engines.protocol import EngineSetup
 from pytest_engram.engines.step import SuiteEngine
 from pytest_engram.errors import PlacementError
 from pytest_engram.hashing import HashBatch
+from pytest_engram.numa import _syscalls
 
 _SWITCH_INTERVAL_S = 5e-4  # the default 5 ms would let a thread that runs Python delay the other's wake-up by a step
+
+
+class EmulatedCudart:
+    """Registration where no GPU reads: its caller faults the pages, as ``cudaHostRegister`` was measured to do."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Fault untouched pages with write intent, under this task's policy and on its CPU."""
+        _syscalls.madvise(address, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, _syscalls.MADV_POPULATE_WRITE)
+        return 0
+
+    def unregister(self, address: int) -> int:  # noqa: ARG002 - CUDA's signature
+        """Nothing was pinned."""
+        return 0
+
+    def pinned(self, byte: Any) -> bool:  # noqa: ARG002
+        """CPUs read whatever is mapped."""
+        return True
+
+    def synchronize(self) -> None:
+        """No kernel runs."""
 
 
 class CpuEngine(SuiteEngine):
@@ -75,6 +97,11 @@ class CpuEngine(SuiteEngine):
     @staticmethod
     def registrar(rank: int) -> None:
         """What pins a table for this engine: nothing, CPUs read mapped pages."""
+
+    @staticmethod
+    def cudart(rank: int) -> EmulatedCudart:  # noqa: ARG004 - the protocol's argument
+        """What an engine's own storage registers with."""
+        return EmulatedCudart()
 
     @staticmethod
     def split_cpus(cpus: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

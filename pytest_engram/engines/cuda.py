@@ -83,6 +83,11 @@ class CudaEngine(SuiteEngine):
         """What pins a table for this engine: ``register(table)`` on the rank's GPU."""
         return partial(_register, rank)
 
+    @staticmethod
+    def cudart(rank: int) -> None:
+        """What an engine's own storage registers with: CUDA itself, on the rank's GPU."""
+        _bind(rank)
+
     def drift(self) -> dict[str, float | str]:
         """The last step's enqueue time, the link's best rate, graphs replayed since the last call, the GPU's own."""
         own = {"enqueue_ms": self._enqueue_ns / 1e6, "link_bytes_per_s": self._link, "graph_replays": self._replays}
@@ -201,7 +206,8 @@ def _bind(rank: int) -> Any:
 
 def _register(rank: int, table: Any) -> registration.HostRegistration:
     _bind(rank)
-    return registration.register(table.buffer, cudart=getattr(table.backing, "cudart", None))
+    held = registration.HeldCudart() if table.backing.registered else getattr(table.backing, "cudart", None)
+    return registration.register(table.buffer, cudart=held)
 
 
 def _platform(rank: int) -> Platform:

@@ -108,8 +108,8 @@ def _missing(case: Case) -> Iterator[Finding]:
 
 
 def _storage(case: Case) -> Iterator[Finding]:
-    """Where arms differ in grouping or backing: storage cases that passed, and replay cases at least asked for."""
-    for arm in case.arms if case.plan.regrouped else ():
+    """Where storage stands in question: storage cases that passed, and replay cases at least asked for."""
+    for arm in case.arms if case.plan.storage_in_question else ():
         samples = [sample for _, _, sample in _samples(case.of(arm))]
         stored = any(sample.supported and re.search(r"\bS\d", sample.contract) for sample in samples)
         if not stored or not any(re.search(r"\bP5\b", sample.contract) for sample in samples):

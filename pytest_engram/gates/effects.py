@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from pytest_engram import metrics
+from pytest_engram.experiment_rules import places
 from pytest_engram.gates.comparison import Case, Comparison, all_shown, finding_of, holm, open_or, unusable, within
 from pytest_engram.gates.placement import prediction
 from pytest_engram.gates.reasons import Finding
@@ -19,7 +20,7 @@ _WAYS = {"down": "nearer", "up": "farther", "": "as far as before"}
 def mechanism(case: Case) -> Iterator[Finding]:
     """Gate 2: timing may be judged, and lookup or wait moved as predicted."""
     yield from validity(case)
-    if case.experiment.variable == "policy":
+    if places(case.experiment):
         yield from _per_rank(case)
     else:
         yield from _moved(case, [case.compare_all(case.experiment.mechanism, case.left)])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from pytest_engram.experiment_rules import settings
+from pytest_engram.experiment_rules import places, settings
 from pytest_engram.gates.comparison import Case, marked_steps
 from pytest_engram.gates.placement import huge_pages, placement
 from pytest_engram.gates.planned import planned
@@ -200,7 +200,10 @@ def _backend(case: Case) -> Iterator[Finding]:
             words = ", ".join(f"{key} {value}" for key, value in found.items())
             yield Finding("identical-code", f"{arm}: {words[:200]}", "another receipt")
         changed += [f"{key} {base.get(key)} → {value}" for key, value in found.items() if base.get(key) != value]
-    yield Finding("treatment-delivered", "; ".join(changed)[:300], "receipts that differ", case.candidates)
+    if places(case.experiment):
+        yield from placement(case)
+    else:
+        yield Finding("treatment-delivered", "; ".join(changed)[:300], "receipts that differ", case.candidates)
 
 
 def _receipt(runs: list[RunRecord]) -> dict[str, str]:

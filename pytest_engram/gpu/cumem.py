@@ -19,7 +19,7 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
 from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
-from pytest_engram.gpu.registration import Cudart
+from pytest_engram.gpu.registration import HeldCudart
 
 _PINNED = _FILE_DESCRIPTOR = _DEVICE = 1  # CUmemAllocationType, CUmemAllocationHandleType, CUmemLocationType
 _HOST_NUMA, _READ_WRITE = 3, 3  # CUmemLocationType, CUmemAccess_flags
@@ -102,19 +102,11 @@ class Driver:
         self.call("cuMemAddressFree", *span)
 
 
-class HeldCudart(Cudart):
-    """Stands in for registration where CUDA made, pinned and mapped the memory; what remains is to verify it."""
+class DriverCudart(HeldCudart):
+    """For memory that the driver made, pinned and mapped."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver  # codes are errors already: there is nothing to clear
-
-    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002
-        """The mapping gave the GPU its access."""
-        return 0
-
-    def unregister(self, address: int) -> int:  # noqa: ARG002
-        """The memory's end undoes it."""
-        return 0
 
     def pinned(self, byte: Any) -> bool:
         """Whether the GPU can address this byte."""

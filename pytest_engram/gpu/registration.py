@@ -75,6 +75,18 @@ class Cudart:
         self._torch.cuda.synchronize()
 
 
+class HeldCudart(Cudart):
+    """Stands in where others registered the memory, or CUDA made it: what remains is to verify it."""
+
+    def register(self, address: int, nbytes: int) -> int:  # noqa: ARG002 - CUDA's signature
+        """It is registered."""
+        return 0
+
+    def unregister(self, address: int) -> int:  # noqa: ARG002
+        """Whoever registered it undoes it."""
+        return 0
+
+
 class HostRegistration:
     """The registration of one contiguous u8 numpy range; made by :func:`register`."""
 

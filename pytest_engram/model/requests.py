@@ -147,5 +147,10 @@ class Plan:
 
     @property
     def regrouped(self) -> bool:
-        """Whether the arms share or back their tables differently: storage and replay then stand in question too."""
+        """Whether the arms share or back their tables differently."""
         return len({(p.backing, tuple(t.ranks for t in p.tables)) for p in self.placements.values()}) > 1
+
+    @property
+    def storage_in_question(self) -> bool:
+        """Whether storage and replay cases belong to gate 0: the arms share differently, or allocate by themselves."""
+        return self.regrouped or self.experiment.hold.get("placement_by") == "engine"

@@ -10,11 +10,14 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, procfs
+from pytest_engram.numa.pages import mapped_vmas
 
 SHM = "/dev/shm"  # noqa: S108 - the tmpfs that the measured engines use
 PMD_BYTES = 2 << 20
@@ -28,6 +31,7 @@ class Backing:
     policy_per_mapper = False  # True: each mapper sets the policy, not only the leader
     wants_huge = False  # True: transparent huge pages are asked for and collapse is tried
     resident = False  # True: a driver makes the pages, in ``create`` or ``map``, where ``ask`` said
+    registered = False  # True: whoever made the memory registered it as well
     detail = ""  # what ``map`` found worth telling
     label = ""  # names the object where all mappings of its device share one ``identity``
     page_bytes = mmap.PAGESIZE
@@ -199,3 +203,38 @@ class AnonThp(Backing):
 
 
 BACKINGS: dict[str, type[Backing]] = {kind.name: kind for kind in (Tmpfs, Memfd, Hugetlb, AnonThp)}
+
+
+class Adopted(Backing):
+    """Memory that an engine allocates, shares and registers itself, in ``map``: only its pages are of interest here.
+
+    ``make`` gives what the contract's storage cases ask for: ``buffer``, u8 of at least ``num_bytes``, and ``close``.
+    """
+
+    registered = True
+
+    def __init__(self, num_bytes: int, make: Callable[[], Any], *, like: type[Backing]) -> None:
+        self.name, self.shared, self.page_bytes = like.name, like.shared, like.page_bytes
+        super().__init__(num_bytes)
+        self._make, self._least = make, num_bytes
+        self._table: Any = None
+
+    def map(self) -> None:
+        """Let the engine make its table; less than was asked for is refused."""
+        self._table = self._make()
+        whole = memoryview(self._table.buffer)
+        if whole.nbytes < self._least:
+            expected = f"at least {self._least} bytes"
+            raise PlacementError(f"{whole.nbytes} bytes", code="short-table", where="allocate", expected=expected)
+        self._view = whole[: self._least]
+
+    @property
+    def identity(self) -> str:
+        """ "major:minor:inode" of the file that the engine mapped, "anon" where there is none, "" before."""
+        return mapped_vmas(self.address, self.nbytes, name="maps")[0].identity if self.is_mapped else ""
+
+    def close(self) -> None:
+        """Let go of the view, then of the engine's table."""
+        self._view, table, self._table = None, self._table, None
+        if table is not None:
+            table.close()

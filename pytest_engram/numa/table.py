@@ -6,20 +6,24 @@ pages lie before any peer touches or registers them.  Each step leaves a receipt
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pytest_engram import policies
 from pytest_engram.errors import NotMeasurable, PlacementError, UsageError
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
 from pytest_engram.numa import _syscalls, capacity
-from pytest_engram.numa.backing import BACKINGS
+from pytest_engram.numa.backing import BACKINGS, Adopted
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.populate import populate
 from pytest_engram.numa.shared import Note, Registration, SharedTable
+from pytest_engram.numa.topology import read_topology
 
-__all__ = ["Progress", "Registration", "SharedTable", "build_table"]
+__all__ = ["Progress", "Registration", "SharedTable", "adopt_table", "build_table", "plan_for"]
 
 Progress = Callable[[int, int], None]
 _NEWS_S = 1.0
@@ -34,8 +38,8 @@ def build_table(
     """This rank's table of ``placement``, ``num_bytes`` long, with its pages placed, pre-touched and registered.
 
     ``register`` pins the mapping in this rank; without it the pages are only mapped (read) so that this rank's audit
-    sees them.  ``order="stock"`` registers before policy and pre-touch, as engines do today; "mounted" does so
-    and sets no policy: the mount's decides (``numa.mounts``).  On any error every rank raises, unregisters, unmaps.
+    sees them.  ``order="stock"`` registers before policy and pre-touch, as engines do today.  On any error every rank
+    raises, unregisters, unmaps.
     Raises ``UsageError`` (does not fit, ``too-large``), ``NotMeasurable``, ``PlacementError`` or ``PeerError``.
     """
     table = _table_of(group.rank, placement, num_bytes)
@@ -46,6 +50,38 @@ def build_table(
         table.close()
         raise
     return table
+
+
+def adopt_table(
+    group: Group, placement: PlacementPlan, num_bytes: int, make: Callable[[], Any], *,
+    register: Callable[[SharedTable], Registration] | None = None,
+) -> SharedTable:  # fmt: skip
+    """This rank's part of a table that an engine allocates in ``make()`` (see ``Adopted``), audited where it lies.
+
+    ``register`` verifies the engine's own registration.  Raises what ``make`` raises, and ``PlacementError``.
+    """
+    table = _table_of(group.rank, placement, num_bytes)
+    table.backing = Adopted(num_bytes, make, like=type(table.backing))
+    try:
+        with table.step("allocate", group) as note:
+            table.backing.map()
+            note.detail = f"by the engine, asked {placement.policy}"
+        group.barrier(step="allocate")
+        table.registration = register(table) if register else None
+        table.audit(Moment.REGISTERED)
+        group.barrier(step="audit")
+    except BaseException:
+        table.close()
+        raise
+    return table
+
+
+def plan_for(group: Group, policy: str, backing: str) -> PlacementPlan:
+    """What ``policy`` means for the ranks of ``group``, each at home on the node of its CPUs (None: on several)."""
+    topology = read_topology()
+    nodes = {topology.node_of_cpu(cpu) for cpu in os.sched_getaffinity(0)}
+    homes = group.all_gather(nodes.pop() if len(nodes) == 1 else None, step="homes")
+    return policies.resolve(policy, topology, group.size, backing=backing, rank_nodes=homes)
 
 
 def _table_of(rank: int, placement: PlacementPlan, num_bytes: int) -> SharedTable:
@@ -77,10 +113,7 @@ class _Build:
     order: str
 
     def run(self) -> None:
-        orders = {
-            "placed": (self.policy, self.populate, self.register), "stock": (self.register, self.policy),
-            "mounted": (self.register,),
-        }  # fmt: skip
+        orders = {"placed": (self.policy, self.populate, self.register), "stock": (self.register, self.policy)}
         if self.order not in orders:
             raise UsageError(f"unknown order {self.order!r}", code="bad-order", expected=", ".join(orders))
         self.create()

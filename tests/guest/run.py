@@ -54,6 +54,7 @@ JOBS = (  # the longest first
     Job("A2", "two", ("test_guest_experiments.py::test_placement_is_proven_and_nothing_else[A2]",)),
     Job("engine", "two", ("test_guest_engine.py",), needs=("torch", "triton", ".cache/vllm-0.31.0/receipt.json")),
     Job("two", "two", ("test_guest_policies.py", "test_guest_stock.py", "test_guest_faults.py")),
+    Job("patch", "two", ("test_guest_experiments.py::test_a_patch_moves_the_table_that_each_build_allocates",)),
     Job("four", "four", ("test_guest_four.py",)),
 )
 

@@ -117,8 +117,8 @@ def test_one_mount_says_one_policy(placement: PlacementPlan, policy: str | None)
         assert caught.value.code == "not-by-mount"
 
 
-def test_the_runner_places_stock_order_by_mount() -> None:
-    """``placement_by: mount``: no step sets a policy, the mount's is shown, and the machine's facts stay its own."""
+def test_the_runner_places_a_backends_own_table_by_mount() -> None:
+    """``placement_by: mount``: the backend is asked nothing, the mount's policy shows, the machine's facts stay."""
     chosen = experiment.load(FOLDER / "B1.yaml")
     work = replace(chosen.workload, hidden=64, layers=8, steps=2, warmup=1)
     node = this_machine().memory_nodes[0].id
@@ -132,7 +132,7 @@ def test_the_runner_places_stock_order_by_mount() -> None:
     (run,) = evidence.runs
     assert {audit.policy_text for one in run.placement for audit in one.distributions} == {f"bind:{node}"}
     steps = [[receipt.step for receipt in one.receipts] for one in run.startup]
-    assert steps == [["mount", "create", "map", "register", "audit", "load"]] * 2
+    assert steps == [["mount", "allocate", "load"]] * 2
     assert (run.fingerprint["placement_by"], run.fingerprint["machine.shm.mpol"]) == ("mount", "default")
     assert {one.worker.staging for one in run.placement if one.worker} == {f"NUMA node {node} 100%"}
     with pytest.raises(NotMeasurable, match="one policy for all its files"):

@@ -91,10 +91,12 @@ def test_distinct_rows_are_those_of_the_marked_steps(alone, monkeypatch):
 
 
 def test_a_counter_is_a_number_or_a_reason(monkeypatch):
-    """What the engine cannot read is recorded with its reason, apart from what it read."""
+    """What cannot be read is recorded with its reason, apart from what was; the socket link's is the rank's own."""
     monkeypatch.setattr(CpuEngine, "drift", lambda _self: {"cpu_mhz": 2000.0, "pcie_rx_kb_per_s": "not supported"})
     (run,) = run_here(plan_of("B1", runs=1))
-    assert (run.drift, run.drift_absent) == ({"cpu_mhz": 2000.0}, {"pcie_rx_kb_per_s": "not supported"})
+    assert (run.drift["cpu_mhz"], run.drift_absent["pcie_rx_kb_per_s"]) == (2000.0, "not supported")
+    assert len([key for key in run.drift | run.drift_absent if key.startswith("cross_socket_in_bytes")]) >= 1
+    assert not run.drift.keys() & run.drift_absent.keys()
 
 
 @pytest.mark.parametrize("name", ["B1-inline", "B1-wait", "B1-streams", "B1-repeated"])

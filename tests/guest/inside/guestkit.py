@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_engram import codec, experiment, gates, policies
+from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.errors import EngramError
 from pytest_engram.model import (
     ComputeSample,
@@ -45,6 +46,22 @@ HERE = Path(__file__).parent
 RANKS = (RankSpec(cpus=(0,)), RankSpec(cpus=(1,)))
 MPOL_MF_MOVE = 1 << 1
 CPUSET = Path("/sys/fs/cgroup/node0")
+
+
+class StockOrder(ReferenceBackend):
+    """Allocates as the measured engines do: registered before anybody placed it, whatever it is asked for."""
+
+    name = "stock-order"
+
+    def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs", policy: str = "") -> Any:
+        """One object for all ranks; each registration faults what is not there yet."""
+        shared = asked("default", backing=backing, ranks=tuple(range(group.size)))
+
+        def register(table: SharedTable) -> Any:
+            cudart.register(table.address, nbytes)
+            return Registered()
+
+        return build_table(group, shared, nbytes, register=register, order="stock")
 
 
 def say(table: str, *words: str) -> None:
@@ -199,7 +216,8 @@ def mounted(group: Any, payload: Any) -> dict[str, Any]:
     """Code that sets no policy, over a private /dev/shm whose mount has the asked one."""
     plan = codec.from_builtins(payload, PlacementPlan)
     receipt = mounts.enter(group, plan)
-    return {"told": receipt.detail, "audits": _audited(build_table(group, plan, BYTES, order="mounted"), group)}
+    stock = asked("default", ranks=(0, 1))
+    return {"told": receipt.detail, "audits": _audited(build_table(group, stock, BYTES, order="stock"), group)}
 
 
 def peer_in_a_cpuset(group: Any, _payload: Any) -> list[Any]:

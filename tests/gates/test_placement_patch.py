@@ -1,0 +1,84 @@
+"""Base against candidate where each build allocates its own tables: gate 1 asks the kernel where the pages lie."""
+
+from dataclasses import replace
+
+import pytest
+
+from pytest_engram import experiment_rules, gates
+from pytest_engram.model import Status
+
+NAME = "more/placement-patch"
+HOLD = {"policy": "bind:1", "placement_by": "engine", "backing": "tmpfs", "submission": "early", "cap": None}
+
+
+def pages(arms, nodes, only=lambda run: True):
+    """Every audit of these arms shows ``nodes``: NUMA node -> pages."""
+
+    def moved(run):
+        if run.arm not in arms or not only(run):
+            return run
+        placed = [
+            replace(sample, distributions=tuple(replace(audit, pages=nodes) for audit in sample.distributions))
+            for sample in run.placement
+        ]
+        return replace(run, placement=tuple(placed))
+
+    return moved
+
+
+@pytest.fixture
+def patched(lab, change):
+    """The stock build leaves all pages on node 0, the patch is asked for node 1 and obeys."""
+    evidence = lab.evidence(NAME, hold=HOLD, effects={"B": {}}, by_rank={"B": {0: 0.3, 1: -0.3}})
+    return change(evidence, pages(("A", "A'"), {0: 10_000}))
+
+
+def test_the_stock_build_need_not_obey_the_patch_must(patched, change):
+    """What is asked of the patch alone: stock pages elsewhere are the treatment, and its own elsewhere are a fault."""
+    rung = gates.evaluate(patched).gates[1]
+    assert (rung.status, rung.reason) == (Status.PASS, "treatment-delivered")
+    assert "A: rank 0 N0 100.0%, rank 1 N0 100.0%; B: rank 0 N1 100.0%" in rung.observed
+    disobeyed = gates.evaluate(change(patched, pages("B", {0: 10_000}, lambda run: run.block == 3))).gates[1]
+    assert (disobeyed.status, disobeyed.reason) == (Status.FAIL, "not-as-asked")
+
+
+def test_a_patch_that_moves_nothing_is_no_treatment(patched, change):
+    """Receipts that differ are not enough: pages where the stock build had them, too, were not moved by the patch."""
+    rung = gates.evaluate(change(patched, pages(("A", "A'"), {1: 10_000}))).gates[1]
+    assert (rung.status, rung.reason) == (Status.FAIL, "no-treatment")
+
+
+def test_the_direction_is_each_ranks_own(patched, change):
+    """Gate 2 predicts from the pages: who comes nearer must gain; wandering stock pages count by their mean."""
+    rung = gates.evaluate(patched).gates[2]
+    assert rung.status is Status.PASS
+    assert "rank 0 farther in B, rank 1 nearer in B" in rung.threshold
+    wander = change(patched, pages(("A", "A'"), {1: 10_000}, lambda run: run.block % 2))
+    assert "rank 0 farther in B, rank 1 nearer in B" in gates.evaluate(wander).gates[2].threshold
+    everywhere = change(patched, pages(("A", "A'"), {1: 10_000}, lambda run: run.block != 0))
+    assert gates.evaluate(everywhere).gates[1].reason == "treatment-delivered"
+
+
+def test_pages_of_the_stock_build_are_audited_all_the_same(patched, change):
+    """Not obeying is the stock build's right, not being looked at is not."""
+    blind = change(patched, lambda run: replace(run, placement=()), lambda run: run.arm == "A")
+    assert gates.evaluate(blind).gates[1].reason == "pages-not-audited"
+
+
+def test_storage_cases_belong_to_gate_0(patched, change):
+    """Tables that the builds allocate themselves put storage and replay in question."""
+    assert patched.plan.storage_in_question
+    bare = change(patched, lambda run: replace(run, correctness_before=(), correctness_after=tuple(
+        case for case in run.correctness_after if not case.contract.startswith("S"))))  # fmt: skip
+    bare = change(bare, lambda run: replace(run, correctness_before=run.correctness_after))
+    assert gates.evaluate(bare).gates[0].reason == "storage-not-checked"
+
+
+def test_placement_precedes_the_first_page(lab):
+    """``placement_by: engine`` between two builds needs a fresh allocation per run; between submissions it does not."""
+    chosen = lab.experiment(NAME)
+    assert experiment_rules.places(chosen)
+    (fault,) = experiment_rules.faults(replace(chosen, unit="replay"))
+    assert fault.where == ("unit",)
+    other = lab.experiment("B1")
+    assert not experiment_rules.places(replace(other, hold={**other.hold, "placement_by": "engine"}))
