@@ -63,7 +63,8 @@ class Backend(Protocol):
     def receipt(self) -> dict[str, str]:
         """Proof of what runs: version, commit, dirty state, file hashes.
 
-        ``subject`` "engine modules" says that they are a serving engine's own.
+        ``subject`` "engine modules" says that they are a serving engine's own; ``mode`` "interpreter" that kernels are
+        interpreted, so that no time of theirs may be judged.
         """
 
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> Hasher:

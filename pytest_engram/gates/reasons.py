@@ -52,6 +52,7 @@ REASONS: dict[str, tuple[Status, str]] = {
     "faster-than-link": (_INVALID, "the lookup beats its link: check that rows are distinct and marks on its stream"),
     "no-positive-control": (_ABSENT, "measure local against remote on this machine, at least six pairs"),
     "emulated-cpu": (_OPEN, "an emulated processor keeps no time: measure on a real machine"),
+    "interpreted-kernels": (_OPEN, "an interpreter's times are not the kernel's: measure where it is compiled"),
     "control-without-difference": (_OPEN, "near and far look alike here: this machine cannot judge a placement"),
     "distance-unknown": (_ABSENT, "find out each reader's NUMA node (firmware, NVML, sysfs) and the distances"),
     "no-predicted-change": (_OPEN, "no rank comes nearer to its table: there is nothing to predict here"),
@@ -75,9 +76,18 @@ REASONS: dict[str, tuple[Status, str]] = {
     # a `characterises` claim
     "no-winner": (_OPEN, "reported only: the question was how the arms differ"),
 }  # fmt: skip
+_MEND = "mend the cause, then measure it all"
+_CHOSEN = {  # problems that no other machine would solve: how this run was started is what is in the way
+    "no-candidate": "name the build of the patch with --engram-candidate",
+    "over-time-budget": "raise --engram-time-budget; fewer blocks (--engram-pairs) decide less",
+    "benchmarks-disabled": "run without the option that disables, skips or filters benchmarks",
+    "xdist-worker": "run the measurement alone, without -n",
+    "never-ran": "run it again, to its end",
+}
 # What voids timings is judged where a `characterises` claim only reports, and so is whatever is INVALID.
 _ALWAYS_JUDGED = {
-    "no-schedule", "too-few-blocks", "emulated-cpu", "no-positive-control", "control-without-difference",
+    "no-schedule", "too-few-blocks", "emulated-cpu", "interpreted-kernels", "no-positive-control",
+    "control-without-difference",
 }  # fmt: skip
 
 
@@ -98,10 +108,8 @@ class Finding:
         """The rung of the ladder; a `characterises` claim only reports gates 2 to 4, and there nothing can fail."""
         reason, (status, step) = self.reason, REASONS.get(self.reason, (_INVALID, ""))
         if self.problem:
-            step = (
-                "measure where this is available" if self.problem is _ABSENT else "mend the cause, then measure it all"
-            )
-        status = self.problem or status
+            unnamed = "measure where this is available" if self.problem is _ABSENT else _MEND
+            status, step = self.problem, _CHOSEN.get(self.reason, unnamed)
         judged = claim is Claim.IMPROVES or gate < 2 or status is _INVALID or reason in _ALWAYS_JUDGED
         if not judged and status is _FAIL:
             reason, (status, step) = "no-winner", REASONS["no-winner"]

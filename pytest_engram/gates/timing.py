@@ -86,10 +86,13 @@ def _floor(case: Case) -> Iterator[Finding]:
 
 
 def _emulated(case: Case) -> Iterator[Finding]:
-    """Under software emulation pages are real and times are not: placement may be proven, nothing timed may."""
+    """Emulated or interpreted, pages and rows are real and times are not: both may be proven, nothing timed may."""
     model = str((case.evidence.provenance.get("cpu.model") or {}).get("value") or "")
     if "TCG" in model:
         yield Finding("emulated-cpu", model, "a real processor")
+    modes = {run.arm: run.fingerprint.get("backend.mode") for run in case.runs.values()}
+    if slow := [arm for arm, mode in modes.items() if mode == "interpreter"]:
+        yield Finding("interpreted-kernels", f"arm {', '.join(sorted(slow))}", "compiled kernels in every arm")
 
 
 def _control(case: Case) -> Iterator[Finding]:

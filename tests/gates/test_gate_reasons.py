@@ -646,6 +646,11 @@ def _control_left_out(lab, change):
     return replace(_placed(lab), control=())
 
 
+@reason("interpreted-kernels", 2)
+def _interpreted_candidate(lab, change):
+    return change(lab.evidence("patch"), _with_print(**{"backend.mode": "interpreter"}), _is_b)
+
+
 @reason("emulated-cpu", 2)
 def _emulated_processor(lab, change):
     return replace(lab.evidence(), provenance={"cpu.model": {"value": "QEMU TCG CPU version 2.5+"}})

@@ -7,6 +7,8 @@ import pytest
 
 from pytest_engram import experiment, gates, planning, runner
 from pytest_engram.backends.vllm_source import PINNED
+from pytest_engram.gates.comparison import Case
+from pytest_engram.gates.timing import validity
 from pytest_engram.model import Status
 from pytest_engram.session import this_machine
 
@@ -43,3 +45,4 @@ def test_stock_against_patched_allocation_is_judged(vllm_backend, vllm_version):
     assert verdict.gates[0].status is Status.PASS
     if len(this_machine().memory_nodes) == 1:
         assert verdict.gates[1].reason == "no-treatment", "one node: nothing could move"
+    assert "interpreted-kernels" in {found.reason for found in validity(Case(evidence))}, "nothing timed may be judged"
