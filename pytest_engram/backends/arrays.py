@@ -38,3 +38,14 @@ def to_numpy(array: Any) -> Any:
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     return tensor.numpy()
+
+
+def host_tensor(array: Any) -> Any:
+    """A tensor over the memory of a numpy array (u16 becomes int16); anything else stays as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    if not array.flags.writeable or any(step < 0 for step in array.strides):
+        array = array.copy()  # torch refuses both
+    import torch
+
+    return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)

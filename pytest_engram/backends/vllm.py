@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 
 from pytest_engram import ledger
+from pytest_engram.backends.arrays import host_tensor
 from pytest_engram.backends.protocol import CAPABILITIES, Hasher, Launch, TableShard
 from pytest_engram.backends.streams import new_variants
 from pytest_engram.backends.vllm_launch import VllmLaunch
 from pytest_engram.backends.vllm_light import INTERPRETER, LightEngine, Surroundings, prepare_triton
 from pytest_engram.backends.vllm_source import locate
+from pytest_engram.backends.vllm_storage import EnginePrefetch
+from pytest_engram.backends.vllm_tables import EngineTable, Registrations, model_config
 from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.hashing import EngramLayout, HashBatch
 
@@ -121,8 +124,6 @@ class VllmBackend(VllmLaunch):
 
     def streams(self, layout: EngramLayout, tables: Any, most: int, around: Any, *, engine: str) -> Any:  # noqa: ARG002
         """vLLM's own layers with offloaded tables, on this machine's GPU, else on a virtual one."""
-        from pytest_engram.backends.vllm_storage import EnginePrefetch
-
         return EnginePrefetch(self, layout, tables, most, around)
 
     def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs", policy: str = "") -> Any:
@@ -130,8 +131,6 @@ class VllmBackend(VllmLaunch):
 
         A patched build reads ``policy`` in the environment, as :mod:`.vllm_patch` does; stock code knows none.
         """
-        from pytest_engram.backends.vllm_tables import EngineTable, Registrations
-
         with INTERPRETER:
             self._registrations = self._registrations or Registrations(self.engine)
         if policy:
@@ -220,24 +219,6 @@ class _VllmHasher:
         state = self._state
         state.block_size, state.swa_cache_module.kv_cache = 1, state.token_map.new_empty(num_slots, 1)
         state.ensure_cache()
-
-
-def host_tensor(array: Any) -> Any:
-    """A tensor over the memory of a numpy array (u16 becomes int16); anything else stays as it is."""
-    if not isinstance(array, np.ndarray):
-        return array
-    if not array.flags.writeable or any(step < 0 for step in array.strides):
-        array = array.copy()  # torch refuses both
-    return _torch().from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
-
-
-def model_config(layout: EngramLayout) -> SimpleNamespace:
-    """The ``engram_*`` fields of a model configuration as vLLM reads them."""
-    same = ("layer_ids", "num_embeddings", "n_heads", "head_dim", "pad_token_id", "vocab_size")
-    return SimpleNamespace(
-        engram_max_ngram_size=layout.max_ngram, engram_compressed_vocab_size=layout.compressed_vocab,
-        **{f"engram_{name}": getattr(layout, name) for name in same},
-    )  # fmt: skip
 
 
 def _bare(kind: Any, **attributes: Any) -> Any:

@@ -11,9 +11,9 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from pytest_engram.backends.arrays import host_tensor
 from pytest_engram.backends.streams import Around
-from pytest_engram.backends.vllm import VllmBackend, host_tensor, model_config
-from pytest_engram.backends.vllm_tables import EngineGroup
+from pytest_engram.backends.vllm_tables import EngineGroup, model_config
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.hashing import EngramLayout
 from pytest_engram.numa.group import Group
@@ -22,7 +22,7 @@ STORAGES = ("shared", "pinned", "thp", "device")
 
 
 class EngineLayer:
-    """One vLLM ``Engram`` module, built by its real constructor, whose refusals become ours with the same text.
+    """One ``Engram`` module of a ``VllmBackend``, built by its real constructor; its refusals become ours, same text.
 
     ``storage``: ``shared`` (one copy in /dev/shm for ``group``), ``pinned`` or ``thp`` (per rank), ``device``.  Layers
     that share a ``stream`` serialise their lookups, as in the engine; None gives this layer its own.  One thread at a
@@ -30,7 +30,7 @@ class EngineLayer:
     """
 
     def __init__(
-        self, backend: VllmBackend, layout: EngramLayout, layer_index: int, *, hidden: int, max_tokens: int,
+        self, backend: Any, layout: EngramLayout, layer_index: int, *, hidden: int, max_tokens: int,
         storage: str = "shared", group: Group | None = None, stream: Any = None,
     ) -> None:  # fmt: skip
         _check(backend, storage)
@@ -85,7 +85,7 @@ class EngineLayer:
 class EnginePrefetch:
     """The engine's layers of one rank with pinned tables and one prefetch stream, as ``streams.Prefetch``."""
 
-    def __init__(self, backend: VllmBackend, layout: EngramLayout, tables: Any, most: int, around: Around) -> None:
+    def __init__(self, backend: Any, layout: EngramLayout, tables: Any, most: int, around: Around) -> None:
         self._backend, self.cuda, backend.around.forward = backend, backend.around.cuda, None
         self.device = import_module("torch").device("cpu" if backend.interpreted else "cuda")
         stream = self.cuda.Stream()
@@ -111,7 +111,8 @@ class EnginePrefetch:
         around, counts = self._backend.around, import_module("torch").tensor(tokens_across_dp)
         around.forward = mine = SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=counts))
         limits = None, max(tokens_across_dp)
-        for scope in map(vars, self._backend.engine.entries):
+        for entry in self._backend.engine.entries:
+            scope: dict[str, Any] = vars(entry)
             if own := scope.get("_engram_lookup_thresholds"):
                 scope["_engram_lookup_thresholds"] = lambda at, own=own: limits if around.forward is mine else own(at)
 
@@ -123,7 +124,7 @@ class EnginePrefetch:
         around(layer, table._storage()[0], out, run)
 
 
-def _check(backend: VllmBackend, storage: str) -> None:
+def _check(backend: Any, storage: str) -> None:
     if storage not in STORAGES:
         raise UsageError(f"storage {storage!r}", code="bad-storage", who=backend.name, expected=", ".join(STORAGES))
     if backend.interpreted and storage in {"shared", "thp"}:

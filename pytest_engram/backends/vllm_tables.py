@@ -14,6 +14,7 @@ from typing import Any
 from pytest_engram.backends.vllm_light import LightEngine, Overlay
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu.registration import Cudart
+from pytest_engram.layout import EngramLayout
 from pytest_engram.numa.group import Group
 
 _DIM = 32  # values of a row; its one scale makes it 33 bytes
@@ -125,6 +126,15 @@ class EngineTable:
     def close(self) -> None:
         """Let go of the storage; whoever still has a view keeps its memory registered."""
         self._storage = self._memory = None
+
+
+def model_config(layout: EngramLayout) -> SimpleNamespace:
+    """The ``engram_*`` fields of a model configuration as vLLM reads them."""
+    same = ("layer_ids", "num_embeddings", "n_heads", "head_dim", "pad_token_id", "vocab_size")
+    return SimpleNamespace(
+        engram_max_ngram_size=layout.max_ngram, engram_compressed_vocab_size=layout.compressed_vocab,
+        **{f"engram_{name}": getattr(layout, name) for name in same},
+    )  # fmt: skip
 
 
 def _object_pages(pointer: int) -> int:
