@@ -17,9 +17,9 @@ test: $(TORCH)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests -q -m "alone and not slow"
 
-# conformance first: a guest runs the engine's modules that it fetches.
+# conformance first: a guest runs the engine's modules that it fetches; it has run all of tests/vllm.
 check: $(TORCH) conformance numa-guest
-	$(BIN)/pytest tests suites -q -m slow
+	$(BIN)/pytest tests suites -q -m slow --ignore=tests/vllm
 
 # 69: no emulator or kernel can be had here; said aloud, and never green by itself.
 numa-guest: $(STAMP)
