@@ -8,52 +8,43 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import cached_property, partial
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from pytest_engram import checks, codec, experiment_rules, ledger, metrics
+from pytest_engram import checks, codec, experiment_rules
 from pytest_engram.backends import load_backend, receipt_of
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.engines import backings, engine_class
 from pytest_engram.engines.collective import Collective
-from pytest_engram.engines.protocol import Engine, EngineSetup, StepResult, StepSettings
+from pytest_engram.engines.protocol import Engine, EngineSetup, StepSettings
 from pytest_engram.engines.tables import WHOLE, fill_table, full_shards, table_bytes, table_views
 from pytest_engram.errors import NotMeasurable
-from pytest_engram.hashing import HashBatch, hash_ids
 from pytest_engram.model import (
-    ComputeSample,
     CorrectnessSample,
     Moment,
-    OverlapSample,
     PageDistribution,
     PlacementPlan,
     PlacementSample,
     Plan,
     RunRecord,
     ScheduledRun,
-    ServingSample,
     StartupSample,
-    SweepSample,
 )
 from pytest_engram.numa import mounts
 from pytest_engram.numa.group import Group
 from pytest_engram.numa.pages import worker_policy
 from pytest_engram.numa.table import SharedTable, adopt_table, build_table
 from pytest_engram.numa.uncore import SocketLink
-from pytest_engram.planning import layout_for, step_ledger
+from pytest_engram.planning import layout_for
 from pytest_engram.provenance import collect, machine_fingerprint
+from pytest_engram.replay import VOCABULARY, Replay
 from pytest_engram.schedule import base_arm
-from pytest_engram.serving.loop import serve
-from pytest_engram.serving.replay import fixed_batches, make_load
+from pytest_engram.serving.replay import fixed_batches
 from pytest_engram.tokens import synthetic_token_map
-
-VOCABULARY = 129_280  # token ids of the model's tokenizer
-_SWEEP_STEPS, _SWEEP_WARMUP, _ALONE = 5, 1, 4  # steps of each kind in a sweep's point, batches without main compute
 
 
 def main(group: Group, payload: Mapping[str, Any]) -> None:
@@ -88,6 +79,7 @@ class Peer:
         self.collective = Collective(group, plan.engine, deadline_s=plan.deadline_s) if self.shard[1] > 1 else None
         self.engines: dict[str, Engine] = {}
         self.link = SocketLink(plan.cpus[group.rank])
+        self.replay = Replay(group, plan, self.layout, self.token_map, self.shard)
 
     def _table(self, arm: str, placement: PlacementPlan) -> SharedTable:
         """Built by the suite in its own order, or allocated by the backend: as its patch is asked, or under a mount."""
@@ -157,8 +149,8 @@ class Peer:
         engine.drift()  # what it counts between two calls starts here
         before = self._check(arm, engine, settings, run.index)
         self.link.take()  # what arrives at this rank's socket counts from here
-        overlap, compute = self._steps(engine, settings)
-        serving, sweep = self._serve(engine, settings), tuple(self._sweep(engine, settings))
+        overlap, compute = self.replay.steps(engine, settings)
+        serving, sweep = self.replay.serve(engine, settings), tuple(self.replay.sweep(engine, settings))
         state = engine.drift() | self.link.take()
         self.table.audit(Moment.REPLAYED)
         part = RunRecord(
@@ -188,90 +180,6 @@ class Peer:
         contract = tuple(checks.check(backend, case, seed=seed, engine=self.plan.engine) for case in cases)
         batch = next(fixed_batches(self.work, seed, VOCABULARY, "low-reuse"))
         return (*contract, *checks.check_engine(engine, batch, settings, self.layout, self.token_map, self.plan.seed))
-
-    def _steps(
-        self, engine: Engine, settings: StepSettings
-    ) -> tuple[tuple[OverlapSample, ...], tuple[ComputeSample, ...]]:
-        work, rank, distinct = self.work, self.group.rank, self._distinct
-        batches = self._batches(work.tokens)
-        for batch in islice(batches, work.warmup):
-            engine.step(batch, settings, marks=True, output=False)
-        marked = _run(engine, islice(batches, work.steps), settings, marks=True)
-        alone = tuple(engine.alone_ns(batch, settings) for batch in islice(batches, _ALONE))
-        self.group.barrier(step="unmarked steps")
-        plain = _run(engine, islice(batches, work.steps), settings, marks=False)
-        lines = step_ledger(self.plan, self.shard[0])
-        overlap = OverlapSample(
-            rank=rank, state=work.reuse, resolution_ns=engine.resolution_ns,
-            timelines=tuple(step.timeline for step in marked if step.timeline is not None),
-            source_bytes=lines.source, staging_bytes=lines.staging, alone_ns=alone,
-            distinct_bytes=round(lines.source * distinct),
-        )  # fmt: skip
-        return (overlap,), (self._compute(plain),)
-
-    def _batches(self, tokens: int) -> Iterator[HashBatch]:
-        """The run's fixed batches: the ranks' own, unless they share the heads and so take every step together."""
-        seed = self.plan.seed + (0 if self.shard[1] > 1 else self.group.rank)
-        return fixed_batches(replace(self.work, tokens=tokens), seed, VOCABULARY, self.work.reuse)
-
-    @cached_property
-    def _distinct(self) -> float:
-        """Distinct rows as a share of all that the marked steps read; every run takes the same batches."""
-        batches = islice(self._batches(self.work.tokens), self.work.warmup, self.work.warmup + self.work.steps)
-        local = -(-self.layout.columns // self.shard[1])
-        own = slice(self.shard[0] * local, (self.shard[0] + 1) * local)
-        return ledger.distinct_share([hash_ids(self.layout, b, self.token_map)[:, :, own] for b in batches])
-
-    def _compute(self, plain: Sequence[StepResult]) -> ComputeSample:
-        gathered = [step.communication_ns for step in plain if step.communication_ns is not None]
-        alone = "one rank has no collectives" if self.group.size == 1 else "the ranks share no heads"
-        whole = bool(plain) and len(gathered) == len(plain)
-        return ComputeSample(
-            rank=self.group.rank, tokens=self.work.tokens, step_ns=tuple(step.step_ns for step in plain),
-            main_ns=tuple(step.main_ns for step in plain), communication_ns=tuple(gathered) if whole else None,
-            communication_absent=None if whole else "a step without its gather's time" if gathered else alone,
-        )  # fmt: skip
-
-    def _sweep(self, engine: Engine, settings: StepSettings) -> Iterator[SweepSample]:
-        """1, 2, 4 … and all ranks at work, at every batch size; ranks that share the heads only work together.
-
-        What would repeat the run's own steps, all that can be at its own size, is left out.
-        """
-        size, free = self.group.size, self.shard[1] == 1
-        counts = [count for count in range(1, size + 1) if count == size or (free and count & (count - 1) == 0)]
-        sizes = self.work.sizes if len(counts) == 1 else (*self.work.sizes, self.work.tokens)
-        points = [(tokens, count) for tokens in sizes for count in counts]
-        for tokens, peers in points:
-            self.group.barrier(step=f"sweep of {tokens} tokens, {peers} at work")
-            if self.group.rank < peers:
-                yield self._point(engine, settings, tokens, peers)
-        if points:
-            self.group.barrier(step="sweep")
-
-    def _point(self, engine: Engine, settings: StepSettings, tokens: int, peers: int) -> SweepSample:
-        batches, quiet = self._batches(tokens), replace(settings, submission="at_consumption")  # no row twice: caches
-        marked = _run(engine, islice(batches, _SWEEP_WARMUP + _SWEEP_STEPS), settings, marks=True)[_SWEEP_WARMUP:]
-        plain = _run(engine, islice(batches, _SWEEP_STEPS), settings, marks=False)
-        calm = plain if quiet == settings else _run(engine, islice(batches, _SWEEP_STEPS), quiet, marks=False)
-        lines = [step.timeline for step in marked if step.timeline is not None]
-        lookup, exposed = zip(*map(metrics.totals, lines), strict=True) if lines else ((), ())
-        return SweepSample(
-            rank=self.group.rank, tokens=tokens, peers=peers, lookup_ns=lookup, exposed_ns=exposed,
-            main_ns=tuple(step.main_ns for step in plain), quiet_main_ns=tuple(step.main_ns for step in calm),
-            source_bytes=step_ledger(self.plan, self.shard[0], tokens).source, timeline=lines[-1] if lines else None,
-        )  # fmt: skip
-
-    def _serve(self, engine: Engine, settings: StepSettings) -> tuple[ServingSample, ...]:
-        plan = self.plan.experiment.serving
-        if plan is None:
-            return ()
-        self.group.barrier(step="serving")
-        load = make_load(plan, self.plan.seed + self.group.rank, VOCABULARY)
-        engine.hold = False  # a served step starts at once; a measured one when it is fully enqueued
-        try:
-            return (serve(engine, load, plan, settings, rank=self.group.rank),)
-        finally:
-            engine.hold = True
 
     def _audits(self) -> tuple[PageDistribution, ...]:
         """The audits since the last run; those of registration and load stand in the first run of their world."""
@@ -310,10 +218,6 @@ class Peer:
             rows = np.linspace(0, len(own.weight) - 1, 1024).astype(np.int64)
             crc = zlib.crc32(own.scales[rows].tobytes(), zlib.crc32(own.weight[rows].tobytes(), crc))
         return f"{crc:08x}"
-
-
-def _run(engine: Engine, batches: Iterable[HashBatch], settings: StepSettings, *, marks: bool) -> list[StepResult]:
-    return [engine.step(one, settings, marks=marks, index=index, output=False) for index, one in enumerate(batches)]
 
 
 def _merge(parts: list[RunRecord]) -> RunRecord:

@@ -16,7 +16,10 @@ LAYERS = (
         "experiment", "experiment_rules", "needs", "calibration", "tokens", "sweeps", "hypotheses", "recommendation",
     ),
     ("numa", "gpu"),
-    ("planning", "provenance", "engines", "backends", "serving", "checks", "cases", "tables", "peer", "runner"),
+    (
+        "planning", "provenance", "engines", "backends", "serving", "checks", "cases", "tables", "replay", "peer",
+        "runner",
+    ),
     ("forecast", "session", "report", "hookspecs", "doctor", "audit", "probe", "provide", "edge"),
     ("plugin", "cli"),
 )  # fmt: skip
