@@ -124,9 +124,12 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _conformance(arguments: argparse.Namespace) -> int:
-    from pytest_engram.report.conformance import conformance_main
+    from pytest_engram.backends import load_backend
+    from pytest_engram.report.conformance import conformance, failed, render
 
-    return conformance_main(arguments.specs, sys.stdout, arguments.engine)
+    columns = conformance([load_backend(spec) for spec in arguments.specs], engine=arguments.engine)
+    print(render(columns), end="")
+    return int(failed(columns))
 
 
 def _experiments(arguments: argparse.Namespace) -> int:

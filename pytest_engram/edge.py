@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import cached_property
 from typing import Any, NoReturn
 
 import pytest
@@ -15,7 +16,7 @@ from pytest_engram import gates
 from pytest_engram.errors import EngramError, NotMeasurable, UsageError
 from pytest_engram.model import Evidence, Problem, Status, Verdict
 from pytest_engram.report import benchmark, records, terminal
-from pytest_engram.report.benchmark import json_path
+from pytest_engram.report.account import Account
 from pytest_engram.session import Outcome, Session
 
 MEASUREMENT_MARKERS = ("numa", "overlap", "serving")
@@ -36,7 +37,7 @@ class Edge:
         self.folder = config.rootpath / (self.option("--engram-report") or time.strftime("reports/run-%Y%m%d-%H%M%S"))
         sys.path.append(str(config.invocation_params.dir))  # a backend may lie there; the peers, run by `-m`, find it
         self.session.check_options()
-        if target := json_path(config):  # pytest-benchmark opens it only at the very end
+        if target := benchmark.json_path(config):  # pytest-benchmark opens it only at the very end
             target.parent.mkdir(parents=True, exist_ok=True)
         # Our own section is written even where pytest-benchmark, which would warn, writes nothing.
         warnings.filterwarnings("ignore", message="Not saving anything, no benchmarks have been run")
@@ -176,11 +177,15 @@ class Edge:
         code = gates.exit_code(self.session.verdicts(), self.session.required() or None) if self.enforcing else 0
         return code or int(pytest_code == 1)
 
+    @cached_property
+    def account(self) -> Account:
+        """What the session measured, first asked for when nothing more is."""
+        found = [outcome.evidence for outcome in self.session.outcomes.values() if outcome.evidence is not None]
+        return Account(self.session.verdicts(), found)
+
     def _write(self) -> None:
-        verdicts, outcomes = self.session.verdicts(), self.session.outcomes.values()
-        evidences = [outcome.evidence for outcome in outcomes if outcome.evidence is not None]
-        section = records.write_run(self.folder, verdicts, evidences, command=["pytest", *sys.argv[1:]])
-        for verdict in verdicts:
+        section = records.write_run(self.folder, self.account, command=["pytest", *sys.argv[1:]])
+        for verdict in self.account.verdicts:
             self.config.hook.pytest_engram_verdict(config=self.config, verdict=verdict)
         if target := benchmark.json_path(self.config):
             benchmark.add_engram_section(target, section)
@@ -190,11 +195,10 @@ class Edge:
         if self.worker or not self.session.outcomes:
             return
         terminalreporter.section("engram gates")
-        markup, verdicts = terminal.colours(self.config.get_terminal_writer()), self.session.verdicts()
-        ladders = [line for verdict in verdicts for line in (*terminal.ladder(verdict, markup=markup), "")]
-        evidences = [outcome.evidence for outcome in self.session.outcomes.values() if outcome.evidence is not None]
-        ladders += terminal.explained(verdicts, evidences)
-        for line in (*ladders, *terminal.summary(verdicts, markup=markup), f"report: {self.folder}"):
+        markup, verdicts = terminal.colours(self.config.get_terminal_writer()), self.account.verdicts
+        lines = [line for verdict in verdicts for line in (*terminal.ladder(verdict, markup=markup), "")]
+        lines += [*terminal.explained(self.account), *terminal.summary(verdicts, markup=markup)]
+        for line in (*lines, f"report: {self.folder}"):
             terminalreporter.write_line(line)
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from pytest_engram import engines, metrics, planning, runner, session, stats
+from pytest_engram import metrics, planning, runner, session, stats
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.model import Evidence, Plan
@@ -17,17 +17,13 @@ GIB = 1 << 30
 
 def lines(arguments: Any) -> Iterator[str]:
     """One paragraph per experiment: allocations, bytes, minutes, detectable effect, or why it cannot run here."""
-    known = session.load_experiments(arguments.experiments)
+    here = session.Session(lambda option: getattr(arguments, option.removeprefix("--engram-")))
+    known, choices = here.experiments, here.choices
     session.check_ids(arguments.experiment, known)
-    topology = session.this_machine()
-    choices = planning.Choices(
-        engine=engines.choose(arguments.engine), engines=engines.availability(), backend=arguments.backend,
-        candidate=arguments.candidate, rows=arguments.rows, blocks=arguments.pairs, seed=arguments.seed,
-    )  # fmt: skip
     for name in arguments.experiment or known:
         yield f"{name}  {known[name].title}"
         try:
-            plan = planning.make_plan(known[name], topology, choices)
+            plan = planning.make_plan(known[name], here.topology, choices)
         except NotMeasurable as absent:
             yield f"    cannot run here: {absent.seen}"
             continue

@@ -25,6 +25,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Bool = NDArray[np.bool_]
 
+_DEPTH = 3  # tokens before a chunk that the model's longest n-gram reaches
 _CHUNK = 8192  # tokens per pass: the working set stays in the L2 cache
 
 
@@ -75,7 +76,6 @@ class HashBatch:
         *,
         dead: ArrayLike | None = None,
         history_dead: ArrayLike | None = None,
-        depth: int = 3,
         slots: ArrayLike | None = None,
         block_table: ArrayLike | None = None,
         block_size: int = 64,
@@ -88,9 +88,9 @@ class HashBatch:
         ids = np.asarray(tokens, dtype=np.int32)
         past = np.asarray([] if history is None else history, dtype=np.int32)
         past_dead = _dead(past, history_dead)
-        window = np.full((1, depth), -1, dtype=np.int32)
-        window_dead = np.zeros((1, depth), dtype=bool)
-        known = min(depth, len(past))
+        window = np.full((1, _DEPTH), -1, dtype=np.int32)
+        window_dead = np.zeros((1, _DEPTH), dtype=bool)
+        known = min(_DEPTH, len(past))
         window[0, :known], window_dead[0, :known] = past[::-1][:known], past_dead[::-1][:known]
         first = len(past) if start is None else start
         return cls(
@@ -118,13 +118,10 @@ class HashBatch:
         tables = [batch.block_table for batch in batches if batch.block_table is not None]
         width = max((table.shape[1] for table in tables), default=0)
         padded = [np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables]
+        plain = ("token_ids", "positions", "dead", "window", "window_dead")
         return cls(
-            token_ids=np.concatenate([batch.token_ids for batch in batches]),
-            positions=np.concatenate([batch.positions for batch in batches]),
+            **{name: np.concatenate([getattr(batch, name) for batch in batches]) for name in plain},
             query_start_loc=np.concatenate([*starts, ends[-1:]]).astype(np.int32),
-            dead=np.concatenate([batch.dead for batch in batches]),
-            window=np.concatenate([batch.window for batch in batches]),
-            window_dead=np.concatenate([batch.window_dead for batch in batches]),
             slots=np.concatenate(slots) if slots else None,
             block_table=np.concatenate(padded) if padded else None,
             block_size=batches[0].block_size,
@@ -139,10 +136,8 @@ class SlotCache:
             raise UsageError(f"{num_slots} slots", code="bad-slots", who="SlotCache", expected="at least 1")
         self.values = np.zeros(num_slots, dtype=np.int32)
 
-    def write(self, slots: Int64, values: Int32) -> None:
+    def write(self, slots: Any, values: Int32) -> None:
         """Store ``values`` [T] at ``slots`` [T]; a negative slot is not written."""
-        if slots.max(initial=-1) >= len(self.values):
-            raise _bad("slots", f"slot {slots.max()}", f"below {len(self.values)}, the slots of the cache")
         kept = slots >= 0
         self.values[slots[kept]] = values[kept]
 
@@ -157,13 +152,13 @@ class SlotCache:
         return values
 
 
-def window_row(history: Sequence[int], computed: int, *, known: int | None = None, depth: int = 3) -> list[int]:
+def window_row(history: Sequence[int], computed: int, *, known: int | None = None) -> list[int]:
     """The window of a chunk that starts at ``computed``: column j is token ``computed − 1 − j``, else −1.
 
     ``known`` limits what the runner can see: the prompt's length on V1 (H13), all of the history on V2 (H14).
     """
     limit = len(history) if known is None else known
-    wanted = (computed - 1 - column for column in range(depth))
+    wanted = (computed - 1 - column for column in range(_DEPTH))
     return [int(history[at]) if 0 <= at < limit else -1 for at in wanted]
 
 
@@ -181,6 +176,20 @@ def hash_ids(layout: EngramLayout, batch: HashBatch, token_map: Int32, cache: Sl
     for first in range(0, tokens, _CHUNK):
         _hash_chunk(layout, values[:, first : first + _CHUNK], out[first : first + _CHUNK])
     return out
+
+
+def check_batch(batch: HashBatch, pad: int, vocabulary: int, slots: int | None) -> None:
+    """Raise ``UsageError`` for ids beyond the token map, and for what a bound cache of ``slots`` slots cannot serve."""
+    for name, ids in (("token_ids", batch.token_ids), ("window", batch.window), ("pad", np.array([pad]))):
+        if ids.max(initial=0) >= vocabulary:
+            raise _bad(name, f"id {ids.max()}", f"below {vocabulary}, the length of the token map")
+    if slots is None:
+        if not batch.window.shape[1]:
+            raise _bad("window", "no columns and no slot cache", "a window (H20), −1 where it is unknown")
+    elif batch.slots is None or batch.block_table is None:
+        raise _bad("slots and block_table", "None", "arrays, because a slot cache is bound")
+    elif batch.slots.max(initial=-1) >= slots:
+        raise _bad("slots", f"slot {batch.slots.max()}", f"below {slots}, the slots of the cache")
 
 
 def dummy_ids(layout: EngramLayout, tokens: int) -> Int32:
@@ -233,15 +242,9 @@ class _Sources:
 def _sources(layout: EngramLayout, batch: HashBatch, token_map: Int32, cache: SlotCache | None) -> _Sources:
     """Map the batch's tokens; write the slot cache before anything reads it (H12)."""
     _expect("token_map", token_map, np.int32, (None,), at_least=0)
-    for name, ids in (("token_ids", batch.token_ids), ("window", batch.window), ("pad", np.array(layout.pad_token_id))):
-        if ids.size and ids.max() >= len(token_map):
-            raise _bad(name, f"id {ids.max()}", f"below {len(token_map)}, the length of the token map")
-    if cache is None and not batch.window.shape[1]:
-        raise _bad("window", "no columns and no slot cache", "a window (H20), −1 where it is unknown")
+    check_batch(batch, layout.pad_token_id, len(token_map), None if cache is None else len(cache.values))
     own = np.where(batch.dead, np.int32(DEAD_ID), token_map[batch.token_ids])
     if cache is not None:
-        if batch.slots is None or batch.block_table is None:
-            raise _bad("slots and block_table", "None", "arrays, because a slot cache is bound")
         cache.write(batch.slots, own)
     request = _request_of(batch)
     return _Sources(
@@ -277,7 +280,7 @@ def _hash_chunk(layout: EngramLayout, values: Int64, out: Int32) -> None:
     """
     unsigned, low_out = values.view(np.uint64), out.view(np.uint32)
     quotient, low_quotient = np.empty_like(unsigned[0]), np.empty(values.shape[1], dtype=np.uint32)
-    multipliers, primes = layout.multipliers.astype(np.uint64), layout.primes.astype(np.uint64)
+    multipliers, primes, offsets = layout.multipliers.astype(np.uint64), layout.primes.astype(np.uint64), layout.offsets
     for layer in range(len(layout.layer_ids)):
         rolling = unsigned[0] * multipliers[layer, 0]
         for shift in range(1, layout.max_ngram):
@@ -288,7 +291,7 @@ def _hash_chunk(layout: EngramLayout, values: Int64, out: Int32) -> None:
                 low_quotient[:] = quotient
                 low_quotient *= np.uint32(primes[layer, column])
                 np.subtract(low, low_quotient, out=low_quotient)
-                np.add(low_quotient, np.uint32(layout.offsets[layer, column]), out=low_out[:, layer, column])
+                np.add(low_quotient, np.uint32(offsets[layer, column]), out=low_out[:, layer, column])
 
 
 def _dead(ids: Int32, extra: ArrayLike | None) -> Bool:

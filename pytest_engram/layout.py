@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,13 +73,10 @@ class EngramLayout:
         def sums(start: int) -> tuple[int, ...]:
             return tuple(int(part) for part in _primes(start, len(layers), columns).sum(axis=1))
 
-        low, high = 2, max(2, rows // columns)
-        if max(sums(low)) > rows:
-            raise _bad(f"{rows} rows", f"at least {max(sums(low))} for {len(layers)} layers of {columns} columns")
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if max(sums(middle)) <= rows else (low, middle - 1)
-        return cls(layer_ids=layers, num_embeddings=sums(low), vocab_size=low, **fields)
+        if (least := max(sums(2))) > rows:
+            raise _bad(f"{rows} rows", f"at least {least} for {len(layers)} layers of {columns} columns")
+        start = bisect_right(range(rows // columns + 1), rows, lo=3, key=lambda start: max(sums(start))) - 1
+        return cls(layer_ids=layers, num_embeddings=sums(start), vocab_size=start, **fields)
 
     @property
     def columns(self) -> int:
@@ -97,12 +96,13 @@ class EngramLayout:
     @property
     def offsets(self) -> Int64:
         """[L, H] exclusive running sums of the primes, per layer (H4)."""
-        return _offsets(self.vocab_size, len(self.layer_ids), self.columns)
+        return _frozen(np.cumsum(self.primes, axis=1) - self.primes)
 
     @property
     def multipliers(self) -> Int64:
         """[L, max_ngram] odd; times any compressed id they stay below 2**63 (H3)."""
-        return _multipliers(self.layer_ids, self.max_ngram, self.compressed_vocab)
+        rows = [_layer_multipliers(layer, self.max_ngram, self.compressed_vocab) for layer in self.layer_ids]
+        return _frozen(np.array(rows, dtype=np.int64))
 
     def rows(self, layer_index: int) -> int:
         """Rows that hash ids can reach: the sum of the layer's primes."""
@@ -171,17 +171,12 @@ def _frozen(array: Int64) -> Int64:
 
 
 def _primes_in(start: int, stop: int) -> Int64:
-    """Primes in [start, stop) by a segmented sieve."""
-    root = int(stop**0.5) + 1
-    small = np.ones(root + 1, dtype=bool)
-    small[:2] = False
-    segment = np.ones(stop - start, dtype=bool)
-    segment[: max(0, 2 - start)] = False
-    for factor in range(2, root + 1):
-        if small[factor]:
-            small[factor * factor :: factor] = False
-            segment[max(factor * factor, -(-start // factor) * factor) - start :: factor] = False
-    return np.flatnonzero(segment).astype(np.int64) + start
+    """What no smaller prime divides in [start, stop)."""
+    numbers = np.arange(max(start, 2), stop, dtype=np.int64)
+    composite = np.zeros(len(numbers), dtype=bool)
+    for factor in _primes_in(2, math.isqrt(stop) + 1) if stop > 4 else ():
+        composite |= (numbers > factor) & (numbers % factor == 0)
+    return numbers[~composite]
 
 
 @lru_cache(maxsize=64)
@@ -193,23 +188,9 @@ def _primes(start: int, layers: int, columns: int) -> Int64:
     return _frozen(found[:wanted].reshape(layers, columns))
 
 
-@lru_cache(maxsize=64)
-def _offsets(start: int, layers: int, columns: int) -> Int64:
-    primes = _primes(start, layers, columns)
-    return _frozen(np.cumsum(primes, axis=1) - primes)
-
-
-@lru_cache(maxsize=64)
-def _multipliers(layer_ids: tuple[int, ...], max_ngram: int, vocabulary: int) -> Int64:
-    rows = [_layer_multipliers(layer, max_ngram, vocabulary) for layer in layer_ids]
-    return _frozen(np.array(rows, dtype=np.int64))
-
-
 def _layer_multipliers(layer: int, max_ngram: int, vocabulary: int) -> Any:
-    pinned = _PINNED_MULTIPLIERS.get((vocabulary, layer))
-    if pinned and max_ngram == len(pinned):
-        return pinned
-    return drawn_multipliers(layer, max_ngram, vocabulary)
+    pinned = _PINNED_MULTIPLIERS.get((vocabulary, layer), ())
+    return pinned if len(pinned) == max_ngram else drawn_multipliers(layer, max_ngram, vocabulary)
 
 
 def drawn_multipliers(layer: int, max_ngram: int, vocabulary: int) -> Int64:

@@ -14,8 +14,8 @@ from pytest_engram.layout import EngramLayout
 TILE_ROWS = 16  # rows per program and pass of the lookup kernel
 
 
-class LaunchShape(NamedTuple):
-    """Rows (token × local head), tiles of 16 rows and programs of one lookup."""
+class Launch(NamedTuple):
+    """The actual launch of one lookup: (token, local head) rows, tiles of 16 rows, programs."""
 
     rows: int
     tiles: int
@@ -39,13 +39,13 @@ class ByteLedger:
     gate: int | None = None
 
 
-def launch(tokens: int, local_heads: int, cap: int | None = None) -> LaunchShape:
+def launch(tokens: int, local_heads: int, cap: int | None = None) -> Launch:
     """tiles = ceil(rows / 16); grid = min(tiles, cap).  An empty batch launches nothing."""
     if cap is not None and cap < 1:
         raise UsageError(f"cap {cap}", code="bad-cap", who="lookup", expected="at least 1 program")
     rows = tokens * local_heads
     tiles = -(-rows // TILE_ROWS)
-    return LaunchShape(rows, tiles, tiles if cap is None else min(tiles, cap))
+    return Launch(rows, tiles, tiles if cap is None else min(tiles, cap))
 
 
 def background_cap(multiprocessors: int) -> int:
@@ -100,6 +100,4 @@ def distinct_share(steps: Sequence[Any]) -> float:
 
 def link_floor_s(source: int, bytes_per_second: float) -> float:
     """The least seconds in which distinct rows can cross a link; a faster lookup is a broken measurement."""
-    if bytes_per_second <= 0:
-        raise UsageError(f"{bytes_per_second} B/s", code="bad-bandwidth", who="link floor", expected="above 0")
     return source / bytes_per_second

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.model import OverlapSample, RequestRecord, RunRecord, ServingSample, Slo, Timeline
-from pytest_engram.queueing import LookupTimes, queue_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +83,11 @@ def busy_ns(sample: OverlapSample) -> float | None:
 
 def totals(line: Timeline) -> tuple[int, int]:
     """(ΣL_i, ΣE_i) of one marked step, in ns."""
-    return sum(times.kernel for times in _lookups(line)), sum(times.exposed for times in _lookups(line))
+    return sum(mark.kernel for mark in line.lookups), sum(mark.exposed for mark in line.lookups)
 
 
 def _needed(q: float) -> int:
     return round(1 / (1 - q))
-
-
-def _lookups(line: Timeline) -> tuple[LookupTimes, ...]:
-    return queue_report(line).lookups
 
 
 def _median(found: Iterable[float | None], otherwise: str) -> Reading:
@@ -104,11 +99,11 @@ _UNMARKED = "no marked step with a lookup"
 
 
 def _overlap(name: str, pick: Callable[[Iterable[int]], Iterable[int]] = list) -> Metric:
-    """The median over the marked steps of one field of ``LookupTimes``, or of what ``pick`` makes of each step's."""
+    """The median over the marked steps of one time of ``LookupMark``, or of what ``pick`` makes of each step's."""
 
     def read(samples: list[OverlapSample]) -> Reading:
         lines = [line for sample in samples for line in sample.timelines if line.lookups]
-        return _median((n for line in lines for n in pick(getattr(t, name) for t in _lookups(line))), _UNMARKED)
+        return _median((n for line in lines for n in pick(getattr(mark, name) for mark in line.lookups)), _UNMARKED)
 
     return Metric("overlap", read)
 

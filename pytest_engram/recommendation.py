@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pytest_engram import stats
-from pytest_engram.gates.comparison import Case, percent
+from pytest_engram.gates.comparison import Case, interval, percent
 from pytest_engram.model import Claim, Evidence, MetricRule, Verdict
 from pytest_engram.sweeps import layer_times, named, stretch, unfit
 
@@ -39,10 +39,7 @@ def _advice(case: Case, verdict: Verdict) -> tuple[str | None, str]:
     adjusted = stats.holm([stats.two_sided(one.effects) for one in steps])
     found = {one.arm: one.effect for one in steps}
     sure = {one.arm for one, p_value in zip(steps, adjusted, strict=True) if p_value <= 2 * case.experiment.alpha}
-    words = {
-        arm: f"{named(case, arm)} {percent(e.estimate)} [{percent(e.low, '−∞', '')}, {percent(e.high, '+∞', '')}]"
-        for arm, e in found.items()
-    }
+    words = {arm: f"{named(case, arm)} {percent(e.estimate)} {interval(e)}" for arm, e in found.items()}
     shorter = [arm for arm in sure if (found[arm].estimate or 0) < 0]
     if not shorter and len(sure) < len(steps):
         return None, f"no shorter step is resolved: {'; '.join(words.values())}"

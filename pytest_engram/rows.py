@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -26,8 +27,7 @@ def e4m3_values() -> NDArray[np.float32]:
     exponent, mantissa = (code >> 3) & 15, code & 7
     magnitude = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
     magnitude[(code & 0x7F) == 0x7F] = np.nan
-    values: NDArray[np.float32] = np.where(code >= 128, -magnitude, magnitude).astype(np.float32)
-    return values
+    return np.where(code >= 128, -magnitude, magnitude).astype(np.float32)
 
 
 def ue8m0_values() -> NDArray[np.float32]:
@@ -40,8 +40,7 @@ def to_bf16(values: NDArray[np.float32]) -> Bf16:
     """bf16 bits of float32 ``values``, rounded to nearest even; every NaN becomes ``QUIET_NAN``."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    result: Bf16 = np.where(np.isnan(values), QUIET_NAN, rounded).astype(np.uint16)
-    return result
+    return np.where(np.isnan(values), QUIET_NAN, rounded).astype(np.uint16)
 
 
 def same_bits(left: Bf16, right: Bf16) -> NDArray[np.bool_]:
@@ -84,7 +83,8 @@ def lookup_rows(shard: Any, ids: NDArray[np.int32], out: Bf16) -> None:
     does not own, ``DEAD_ID`` among them, and padded heads give zeros; no row is read for them (L3, L4).
     Raises ``UsageError`` for wrong shapes, dtypes or a strided table.
     """
-    _check_lookup(shard, ids, out)
+    for seen, expected in lookup_faults(shard, ids, out):
+        raise _bad(seen, expected)
     if not out.size:
         return
     columns = np.arange(shard.head_start, shard.head_start + shard.local_heads)
@@ -159,40 +159,30 @@ def _bad(seen: str, expected: str) -> UsageError:
     return UsageError(seen, code="bad-rows", who="row oracle", expected=expected)
 
 
-def _check_lookup(shard: Any, ids: Any, out: Any) -> None:
-    if not (isinstance(ids, np.ndarray) and isinstance(out, np.ndarray)):
-        raise _bad(f"ids {type(ids).__name__}, out {type(out).__name__}", "numpy arrays")
-    if ids.dtype != np.int32 or ids.ndim != 2 or ids.shape[1] != shard.total_heads:
-        raise _bad(f"ids {ids.dtype} {ids.shape}", f"int32 [T, {shard.total_heads}]")
-    for name, table in (("weight", shard.weight), ("scales", shard.scales)):
-        if not isinstance(table, np.ndarray) or table.dtype != np.uint8 or table.ndim != 2:
-            raise _bad(
-                f"{name} {getattr(table, 'dtype', type(table))} {np.shape(table)}", "numpy uint8 [rows, columns]"
-            )
-        if not table.flags.c_contiguous:
-            raise _bad("a strided table", "contiguous rows: numpy would copy the whole table for every lookup")
+def lookup_faults(shard: Any, ids: Any, out: Any, kind: str = "") -> Iterator[tuple[str, str]]:
+    """(seen, expected) of arrays that a lookup would misread, all of numpy or, with ``kind`` "torch.", all tensors."""
+    staged = "bfloat16" if kind else "uint16"
+    wanted = (("ids", ids, "int32", 2), ("weight", shard.weight, "uint8", 2), ("scales", shard.scales, "uint8", 2),
+              ("out", out, staged, 3))  # fmt: skip
+    for name, array, dtype, axes in wanted:
+        seen = str(getattr(array, "dtype", type(array).__name__))
+        if seen != f"{kind}{dtype}" or array.ndim != axes:
+            yield f"{name} {seen}", f"{kind}{dtype} of {axes} axes"
+        if name != "ids" and not (array.is_contiguous() if kind else array.flags.c_contiguous):
+            yield f"{name} strided", "contiguous rows: else every lookup copies the whole table"
+    shape = len(ids), shard.local_heads, shard.weight.shape[1]
+    if ids.shape[1] != shard.total_heads or tuple(out.shape) != shape:
+        yield f"ids {tuple(ids.shape)}, out {tuple(out.shape)}", f"[T, {shard.total_heads}] and {shape}"
     rows = min(len(shard.weight), len(shard.scales))
     if not 0 <= shard.end - shard.start <= rows or shard.head_start < 0:
-        raise _bad(
-            f"ids [{shard.start}, {shard.end}), heads from {shard.head_start}", f"at most {rows} rows; head 0 on"
-        )
-    shape = (len(ids), shard.local_heads, shard.weight.shape[1])
-    if out.dtype != np.uint16 or out.shape != shape or not out.flags.c_contiguous:
-        raise _bad(f"out {out.dtype} {out.shape}", f"contiguous uint16 {shape}")
+        yield f"ids [{shard.start}, {shard.end}), heads from {shard.head_start}", f"at most {rows} rows; head 0 on"
 
 
 def _gather(shard: Any, wanted: NDArray[np.int64], out: Bf16) -> None:
     owned = (wanted >= shard.start) & (wanted < shard.end)
-    if not owned.all():
-        out[~owned] = 0
-        if not owned.any():
-            return
     local = wanted[owned] - shard.start
-    weight, scales = shard.weight.take(local, axis=0), shard.scales.take(local, axis=0)
-    if len(local) == len(out):
-        decode_rows(weight, scales, out)
-    else:
-        out[owned] = decode_rows(weight, scales)
+    out[owned] = decode_rows(shard.weight.take(local, axis=0), shard.scales.take(local, axis=0))
+    out[~owned] = 0
 
 
 def _splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -40,23 +41,12 @@ def synthetic_token_map(compressed: int = 99_092, vocabulary: int = 129_280) -> 
 
 
 def _key(text: str, raw: str) -> str:
-    if "\ufffd" in text:  # part of a UTF-8 sequence: nothing to normalise
-        return raw
-    return _normalised(text) or text
+    return raw if "\ufffd" in text else _normalised(text) or text  # U+FFFD: part of a UTF-8 sequence
 
 
 def _normalised(text: str) -> str:
     plain = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
     bare = (char for char in plain if not unicodedata.category(char).startswith("M"))
     lower = "".join(char.lower() for char in bare)  # per character: no context rule for a final sigma
-    spaced = _one_space(lower)
+    spaced = re.sub(r"[ \t\r\n]+", " ", lower)  # other white space stays
     return (_LONE_SPACE if spaced == " " else spaced.strip(_WHITE_SPACE)).replace(_LONE_SPACE, " ")
-
-
-def _one_space(text: str) -> str:
-    """Runs of blank, tab, carriage return and line feed become one blank; other white space stays."""
-    for char in "\t\r\n":
-        text = text.replace(char, " ")
-    while "  " in text:
-        text = text.replace("  ", " ")
-    return text

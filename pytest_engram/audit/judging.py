@@ -218,18 +218,15 @@ def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
 
 def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:
     """Mean TTFT and ITL per engine label of a Prometheus text, beside the remote share of that engine's workers."""
-    total: dict[tuple[str, str, str], float] = {}
+    total = Counter[tuple[str, str, str]]()
     for name, part, label, value in re.findall(
         r'^vllm:(\w+)_seconds_(sum|count)\{(?:.*,)?engine="([^"]*)".*\} ([-+.\deE]+)$', text, re.M
     ):
-        key = (_METRICS.get(name, ""), part, label)
-        total[key] = total.get(key, 0) + float(value)
+        total[_METRICS.get(name, ""), part, label] += float(value)  # type: ignore[assignment]
     labels = sorted({label for *_, label in total})
     told = {one.pid: one.engine or (labels[0] if len(labels) == 1 else None) for one in workers}
     for label in labels:
-        ttft, itl = (
-            _mean(total.get((name, "sum", label)), total.get((name, "count", label))) for name in ("ttft", "itl")
-        )
+        ttft, itl = (_mean(total[name, "sum", label], total[name, "count", label]) for name in ("ttft", "itl"))
         pids = tuple(pid for pid, engine in told.items() if engine == label)
         views = [(view.remote, table.nbytes) for table in tables for view in table.views if view.pid in pids]
         known = [(remote * nbytes, nbytes) for remote, nbytes in views if remote is not None]
@@ -237,8 +234,8 @@ def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> It
         yield Engine(engine=label, pids=pids, remote=remote, ttft_ms=ttft and ttft * 1e3, itl_ms=itl and itl * 1e3)
 
 
-def _mean(total: float | None, count: float | None) -> float | None:
-    return total / count if total is not None and count else None
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def _evidence(source: Source, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[str]:

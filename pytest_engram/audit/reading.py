@@ -176,6 +176,9 @@ def _spans(
             raise NotMeasurable(seen, code="stall", way_out=f"allow it with --stall {seconds + 1:.0f}")
         return source.text(pid, name)
 
+    def smaps() -> dict[int, dict[str, int]]:
+        return {vma.start: vma.kb for vma in procfs.parse_smaps(walked("smaps"))}
+
     def numa_maps() -> dict[int, procfs.NumaMapsLine]:
         return {line.start: line for line in map(procfs.parse_numa_maps_line, walked("numa_maps").splitlines())}
 
@@ -185,11 +188,7 @@ def _spans(
     for span in filter(None, (_candidate(pid, vma, limits.min_bytes) for vma in vmas)):
         if not any(span.start < other.end and other.start < span.end for other in spans):
             spans.append(span)  # a recorded range stands in place of the candidate that it lies in
-    kb = (
-        attempt("smaps", lambda: {vma.start: vma.kb for vma in procfs.parse_smaps(walked("smaps"))}, {})
-        if spans
-        else {}
-    )
+    kb = attempt("smaps", smaps, {}) if spans else {}
     maps = attempt("numa_maps", numa_maps, {}) if limits.numa_maps else {}
     spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in spans]
     return spans, pages.node_bytes(maps.values()) if maps else None

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from pytest_engram.hashing import EngramLayout, HashBatch
+from pytest_engram.ledger import Launch
+
+__all__ = ["CAPABILITIES", "Backend", "Hasher", "Launch", "TableShard"]
 
 CAPABILITIES = ("hash", "slot-cache", "lookup", "shards", "gate", "storage", "prefetch", "launch")
 
@@ -30,15 +33,6 @@ class TableShard:
     head_start: int
     local_heads: int
     total_heads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The actual launch of one lookup: (token, local head) rows, tiles of 16 rows, programs."""
-
-    rows: int
-    tiles: int
-    grid: int
 
 
 class Hasher(Protocol):

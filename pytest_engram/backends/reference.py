@@ -73,9 +73,9 @@ class ReferenceBackend:
         if not isinstance(out, np.ndarray):
             from pytest_engram.gpu.gather import lookup
 
-            return Launch(*lookup(shard, ids, out, cap=cap))
+            return lookup(shard, ids, out, cap=cap)
         lookup_rows(shard, ids, out)
-        return Launch(*ledger.launch(len(ids), shard.local_heads, cap))
+        return ledger.launch(len(ids), shard.local_heads, cap)
 
     def gate(self, hidden: Any, key: Any, value: Any, query_norm: Any, key_norm: Any, keep: Any) -> Any:
         """See the protocol; numpy and torch arrays alike."""

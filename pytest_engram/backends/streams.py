@@ -40,7 +40,7 @@ class StreamPrefetch:
     def __init__(self, lookup: Any, layout: EngramLayout, tables: Any, most: int, around: Around, engine: str) -> None:
         from pytest_engram.gpu.streams import PrefetchStream
 
-        torch = require_torch()
+        torch = require("torch")
         self.cuda = torch.cuda if engine == "cuda" else VirtualCuda()
         self.device = torch.device(engine)
         placed = tuple((place(weight, engine), place(scales, engine)) for weight, scales in tables)
@@ -66,7 +66,7 @@ class StreamPrefetch:
 
 def new_variants(kernel: Any, launches: Iterable[Callable[[], Any]]) -> int:
     """Compiled variants of a Triton kernel that ``launches`` add on the current GPU."""
-    torch = require_torch()
+    torch = require("torch")
     try:
         cache = kernel.device_caches[torch.cuda.current_device()]
         before = len(cache[0])
@@ -77,10 +77,9 @@ def new_variants(kernel: Any, launches: Iterable[Callable[[], Any]]) -> int:
     return len(cache[0]) - before
 
 
-def require_torch() -> Any:
-    """The torch module, whose absence is a named one."""
+def require(name: str, way_out: str = "pip install 'pytest-engram[gpu]'") -> Any:
+    """A module whose absence is a named one."""
     try:
-        return import_module("torch")
+        return import_module(name)
     except ImportError as error:
-        way_out = "pip install 'pytest-engram[gpu]'"
-        raise NotMeasurable(f"CUDA streams need torch ({error})", code="no-torch", way_out=way_out) from None
+        raise NotMeasurable(f"needs {name} ({error})", code=f"no-{name}", way_out=way_out) from None

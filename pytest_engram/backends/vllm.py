@@ -86,7 +86,7 @@ class VllmBackend(VllmLaunch):
         weight, scales, indices, rows = map(self.tensor, (shard.weight, shard.scales, ids, out))
         given = weight.view(_torch().float8_e4m3fn), scales
         table, programs = self._table(shard, weight.shape[1], scales.shape[1])
-        launch = Launch(*ledger.launch(len(ids), shard.local_heads, programs if cap is None else cap))
+        launch = ledger.launch(len(ids), shard.local_heads, programs if cap is None else cap)
         with self.kernels():
             table._storage, table._num_sms = lambda: given, 2 * cap if cap else programs
             table.lookup(indices, rows.view(_torch().bfloat16), background=cap is not None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from pytest_engram.backends.streams import require
 from pytest_engram.backends.vllm_light import LightEngine, Surroundings
 from pytest_engram.errors import NotMeasurable
 
@@ -21,10 +22,7 @@ class VllmLaunch:
 
     def token_map(self, tokens: Any) -> tuple[Any, int]:
         """vLLM's ``build_compressed_token_map`` of (text, raw token) pairs; it normalises with ``tokenizers``."""
-        try:
-            import_module("tokenizers")
-        except ImportError as error:
-            raise NotMeasurable(str(error), code="no-tokenizers", way_out="pip install tokenizers") from None
+        require("tokenizers", "pip install tokenizers")
         return self.engine.get("build_compressed_token_map")(_Tokenizer(tokens))  # type: ignore[no-any-return]
 
     def sharing(self, *, offload: bool, replicas: int, elastic: bool = False) -> None:
@@ -63,19 +61,11 @@ class VllmLaunch:
 
     parameter_name = sharing_group = fits = elsewhere
 
-    @contextmanager
-    def _one_of(self, replicas: int, rank: int = 0, **fields: Any) -> Iterator[None]:
+    def _one_of(self, replicas: int, rank: int = 0, **fields: Any) -> Any:
         """One rank of a DP group whose collectives give back what it sends; ``fields`` of its surroundings."""
         own = {"all_gather": lambda value, **_: value, "broadcast_object": lambda value: value}
-        fields["group"] = SimpleNamespace(world_size=replicas, rank_in_group=rank, **own) if replicas > 1 else None
-        before = {name: getattr(self.around, name) for name in fields}
-        try:
-            for name, value in fields.items():
-                setattr(self.around, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(self.around, name, value)
+        group = SimpleNamespace(world_size=replicas, rank_in_group=rank, **own) if replicas > 1 else None
+        return mock.patch.multiple(self.around, group=group, **fields)
 
 
 class _Tokenizer(list[Any]):

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from pytest_engram.backends.streams import require
 from pytest_engram.backends.virtual import VirtualCuda
 from pytest_engram.backends.vllm_source import EngineSource
 from pytest_engram.errors import EngramError, NotMeasurable
@@ -49,10 +50,10 @@ class Surroundings:
 
 def prepare_triton() -> bool:
     """True if kernels run under Triton's interpreter: decided before Triton is imported, by the absence of CUDA."""
-    cuda = _require("torch", "pip install 'pytest-engram[gpu]'").cuda.is_available()
+    cuda = require("torch").cuda.is_available()
     if not cuda and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
-    triton = _require("triton", "pip install --no-deps triton==3.8.0 (runs interpreted beside a CPU torch)")
+    triton = require("triton", "pip install --no-deps triton==3.8.0 (runs interpreted beside a CPU torch)")
     interpreted = type(triton.language.sum).__name__ == "InterpretedFunction"
     if not interpreted and not cuda:
         raise NotMeasurable(
@@ -61,14 +62,6 @@ def prepare_triton() -> bool:
             way_out="set TRITON_INTERPRET=1 in the environment and start again",
         )  # fmt: skip
     return interpreted
-
-
-def _require(name: str, way_out: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        seen = f"vLLM's Engram modules need {name} ({error})"
-        raise NotMeasurable(seen, code=f"no-{name}", way_out=way_out) from None
 
 
 class LightEngine:

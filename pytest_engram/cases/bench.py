@@ -12,9 +12,9 @@ import numpy as np
 
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import Launch, TableShard
-from pytest_engram.backends.streams import Around, Prefetch, require_torch
+from pytest_engram.backends.streams import Around, Prefetch, require
 from pytest_engram.backends.virtual import VirtualCuda
-from pytest_engram.cases.case import Finding, Probe, Unsupported, engine_differs, rows_differ, source_rows
+from pytest_engram.cases.case import Finding, Probe, Unsupported, engine_differs, staged_differ
 from pytest_engram.engines.protocol import EngineSetup, StepSettings
 from pytest_engram.engines.tables import fill_table, table_bytes, table_views
 from pytest_engram.gpu.timeline import spin
@@ -106,9 +106,10 @@ class Streams(Bench):
 
     def __init__(self, probe: Probe, make: Callable[[EngramLayout, Any, int, Around], Prefetch]) -> None:
         super().__init__(probe)
-        self._made, self._torch = make(_LAYOUT, self.tables, MOST, self._around), require_torch()
+        self._made, self._torch = make(_LAYOUT, self.tables, MOST, self._around), require("torch")
         self._cuda = cuda = self._made.cuda
         self.main, self.close = cuda.current_stream(), cuda.synchronize
+        self.together = getattr(self._made, "together", self.together)  # type: ignore[method-assign]
         self._virtual = cuda if isinstance(cuda, VirtualCuda) else None
         self._launch = self._virtual.launch if self._virtual else lambda run, *, out: run()  # noqa: ARG005
         self.pause = partial(self._virtual.spin if self._virtual else spin, _DELAY_NS)
@@ -128,7 +129,7 @@ class Streams(Bench):
             self._take(rows, group)
         self._cuda.synchronize()
         del reused
-        return self._judge(rows, fresh)
+        return staged_differ(to_numpy(rows), fresh, _LAYOUT, self.source)
 
     def without(self, dependency: str, batch: HashBatch) -> Finding | None:
         """As :meth:`differs` where a GPU would ignore one kind of dependency, and be late where that shows."""
@@ -147,10 +148,6 @@ class Streams(Bench):
     def step(self, batch: HashBatch) -> None:
         """Run one step with early submission."""
         self.differs(batch)
-
-    def together(self, tokens_across_dp: tuple[int, ...]) -> None:
-        """See the base."""
-        getattr(self._made, "together", super().together)(tokens_across_dp)
 
     def early(self, batch: HashBatch) -> bool:
         """Whether the first layer's rows are there while the second's lookup still runs."""
@@ -183,7 +180,7 @@ class Streams(Bench):
             fresh = self._fill(source, batch)
             graph.replay()
             self._cuda.synchronize()
-            return self._judge(rows, fresh)
+            return staged_differ(to_numpy(rows), fresh, _LAYOUT, self.source)
 
         once()  # compiles
         self._cuda.synchronize()
@@ -226,10 +223,3 @@ class Streams(Bench):
             self._launch(partial(ids.copy_, like), out=ids)
         del ids
         return [like.clone() for _ in range(64)]  # on a GPU one of these gets that memory
-
-    def _judge(self, rows: Any, ids: Any) -> Finding | None:
-        for layer, seen in enumerate(to_numpy(rows)):
-            wanted = source_rows(partial(self.source, layer), ids[:, layer], _LAYOUT.rows(layer), _LAYOUT.head_dim)
-            if found := rows_differ(seen, wanted, ids[:, layer], layer=LAYERS[layer]):
-                return found
-        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,26 +101,35 @@ class Probe:
         return rows_differ(seen, expected, ids, head_start=shard.head_start)
 
 
+Parts = Iterator[tuple[str, Finding | None]]
+Check = Callable[[Probe], "Finding | Parts | None"]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One behaviour: ``run`` returns the first difference, or None.  Its docstring is the behaviour in a sentence."""
+    """One behaviour: ``check`` returns the first difference, or yields its parts by name, each a difference or None.
+
+    Its docstring is the behaviour in a sentence.
+    """
 
     name: str
     contract: str
     capability: str
-    run: Callable[[Probe], Finding | None]
+    check: Check
     compact: bool = False  # part of gate 0's evidence in every run
 
     @property
     def behaviour(self) -> str:
         """What the case asserts, for reports."""
-        return " ".join((self.run.__doc__ or self.name).split())
+        return " ".join((self.check.__doc__ or self.name).split())
+
+    def run(self, probe: Probe) -> Finding | None:
+        """The first difference; the parts behind it do not run."""
+        found = self.check(probe)
+        return first(found) if isinstance(found, Iterator) else found
 
 
-def cases(
-    capability: str, *, compact: Sequence[Callable[[Probe], Finding | None]] = (),
-    **lines: Sequence[Callable[[Probe], Finding | None]],
-) -> tuple[Case, ...]:  # fmt: skip
+def cases(capability: str, *, compact: Sequence[Check] = (), **lines: Sequence[Check]) -> tuple[Case, ...]:
     """The cases of contract lines, each named after its function: ``H5=[ngrams]``."""
     return tuple(
         Case(run.__name__.replace("_", "-"), line, capability, run, compact=run in compact)
@@ -142,7 +150,7 @@ def refused(run: Callable[[], Any], what: str) -> Finding | None:
 
 
 def first(parts: Iterable[tuple[str, Finding | None]]) -> Finding | None:
-    """The first finding of named parts, with the part's name; the parts behind it do not run."""
+    """The first finding of named parts, with the part's name."""
     for name, found in parts:
         if found:
             return replace(found, detail=f"{name}: {found.detail}")
@@ -196,19 +204,23 @@ def floats_differ(seen: Any, expected: Any, tolerance: float) -> Finding | None:
     )  # fmt: skip
 
 
-def source_rows(source: Callable[[Any], tuple[Any, Any]], ids: Any, rows: int, dim: int) -> Any:
-    """bf16 bits u16 [T, H, dim] that ``ids`` int32 [T, H] must give: ``source`` rows, zeros outside [0, rows)."""
-    expected = np.zeros((*ids.shape, dim), dtype=np.uint16)
-    owned = (ids >= 0) & (ids < rows)
-    if owned.any():
-        expected[owned] = decode_rows(*source(ids[owned].astype(np.int64)))
-    return expected
-
-
 def oracle_rows(layout: EngramLayout, ids: Any, rows: RowSource) -> Iterator[Any]:
-    """Layer by layer the bits u16 [T, H, dim] that ``ids`` int32 [T, L, H] must give."""
+    """Layer by layer the bits u16 [T, H, dim] that ``ids`` int32 [T, L, H] must give; zeros outside the table."""
     for layer in range(len(layout.layer_ids)):
-        yield source_rows(partial(rows, layer), ids[:, layer], layout.rows(layer), layout.head_dim)
+        mine = ids[:, layer]
+        owned = (mine >= 0) & (mine < layout.rows(layer))
+        expected = np.zeros((*mine.shape, layout.head_dim), dtype=np.uint16)
+        if owned.any():
+            expected[owned] = decode_rows(*rows(layer, mine[owned].astype(np.int64)))
+        yield expected
+
+
+def staged_differ(staged: Iterable[Any], ids: Any, layout: EngramLayout, rows: RowSource) -> Finding | None:
+    """Each layer's ``staged`` rows u16 [T, H, dim] against the oracle's for ``ids`` int32 [T, L, H]."""
+    for layer, (seen, want) in enumerate(zip(staged, oracle_rows(layout, ids, rows), strict=True)):
+        if found := rows_differ(seen, want, ids[:, layer], layer=layout.layer_ids[layer]):
+            return found
+    return None
 
 
 def engine_differs(
@@ -217,12 +229,7 @@ def engine_differs(
     """Ids and staged rows that ``path()`` gives for ``batch`` against the oracle's, layer by layer."""
     expected = hash_ids(layout, batch, token_map)
     ids, staged = path()
-    if found := ids_differ(ids, expected, layout):
-        return found
-    for layer, want in enumerate(oracle_rows(layout, expected, rows)):
-        if found := rows_differ(staged[:, layer], want, expected[:, layer], layer=layout.layer_ids[layer]):
-            return found
-    return None
+    return ids_differ(ids, expected, layout) or staged_differ(np.swapaxes(staged, 0, 1), expected, layout, rows)
 
 
 def _bits(value: Any) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pytest_engram.backends.arrays import place_bf16, to_numpy
-from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, first, floats_differ
+from pytest_engram.cases.case import Finding, Parts, Probe, Unsupported, cases, floats_differ
 from pytest_engram.cases.slots import BLOCK, SLOTS, paged
 from pytest_engram.hashing import EngramLayout, HashBatch
 from pytest_engram.rows import gated_residual, lookup_rows, project, synthetic_rows
@@ -16,9 +15,10 @@ from pytest_engram.rows import gated_residual, lookup_rows, project, synthetic_r
 _TOLERANCE = 3e-5  # float32 sums of 5,120 terms, then a square root; a wrong clamp moves results by 1e-4
 
 
-def gate(probe: Probe) -> Finding | None:
+def gate(probe: Probe) -> Parts:
     """hidden + sigmoid(signed sqrt of the normalised dot product) × value, for widths 96, 257 and 5120."""
-    return first((f"width {dim}", _differs(probe, _inputs(probe, 4, dim))) for dim in (96, 257, 5120))
+    for dim in (96, 257, 5120):
+        yield f"width {dim}", _differs(probe, _inputs(probe, 4, dim))
 
 
 def gate_clamp(probe: Probe) -> Finding | None:
@@ -36,17 +36,16 @@ def gate_epsilon(probe: Probe) -> Finding | None:
     return _differs(probe, (hidden, *rest))
 
 
-def gate_closed(probe: Probe) -> Finding | None:
+def gate_closed(probe: Probe) -> Parts:
     """A padded or masked token passes its hidden state unchanged, bit by bit."""
     inputs = _inputs(probe, 7, 96)
     for keep in (np.zeros(7, dtype=bool), np.arange(7) % 2 == 0):
         seen = to_numpy(probe.backend.gate(*map(probe.place, (*inputs, keep))))
-        if found := floats_differ(seen, np.where(keep[:, None], seen, inputs[0]), 0):
-            return replace(found, detail=f"a masked token: {found.detail}")
-    return _differs(probe, inputs, keep)
+        yield "masked tokens", floats_differ(seen, np.where(keep[:, None], seen, inputs[0]), 0)
+    yield "the others", _differs(probe, inputs, keep)
 
 
-def request_outputs(probe: Probe) -> Finding | None:
+def request_outputs(probe: Probe) -> Parts:
     """Outputs through hash, rows, ``wkv`` and gate: chunks, a rolled-back draft and a prefix hit give the whole's."""
     if "slot-cache" not in probe.backend.capabilities or "lookup" not in probe.backend.capabilities:
         raise Unsupported("outputs need a slot cache and a lookup, too")
@@ -57,13 +56,10 @@ def request_outputs(probe: Probe) -> Finding | None:
         (whole, 0, 5, [6, 1]), (whole, 5, 6, [6, 1]), (drafted, 6, 9, [6, 1, 9]), (whole, 7, 11, [6, 1, 9]),
         (hit, BLOCK, 7, [6, 5]),
     ]  # fmt: skip
-    return first(
-        (f"tokens {start} … {end - 1}", layer.differs(
-            paged(tokens[start:end], table, start=start, dead=dead[start:end]),
-            HashBatch.sequence(tokens[:end], dead=dead[:end]),
-        ))
-        for tokens, start, end, table in steps
-    )  # fmt: skip
+    for tokens, start, end, table in steps:
+        chunk = paged(tokens[start:end], table, start=start, dead=dead[start:end])
+        whole = HashBatch.sequence(tokens[:end], dead=dead[:end])
+        yield f"tokens {start} … {end - 1}", layer.differs(chunk, whole)
 
 
 class _Layer:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from pytest_engram.backends.arrays import to_numpy
-from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, compare, ids_differ, refused
+from pytest_engram.cases.case import Finding, Parts, Probe, Unsupported, cases, compare, ids_differ, refused
 from pytest_engram.hashing import IMAGE_SENTINEL_ID, EngramLayout, HashBatch, dummy_ids
 
 
@@ -116,7 +116,7 @@ def repeated_boundaries(probe: Probe) -> Finding | None:
     return probe.differs(padded, probe.ids(HashBatch.concat(real)))
 
 
-def chunk_invariance(probe: Probe) -> Finding | None:
+def chunk_invariance(probe: Probe) -> Parts:
     """Any split of a sequence in chunks gives the ids of the whole."""
     for size, length in ((1, 9), (2, 11), (3, 20), (17, 40), (257, 262)):
         whole = probe.tokens(length)
@@ -125,9 +125,7 @@ def chunk_invariance(probe: Probe) -> Finding | None:
         for at in range(0, length, size):
             part = slice(at, at + size)
             chunk = HashBatch.sequence(whole[part], history=whole[:at], dead=dead[part], history_dead=dead[:at])
-            if found := probe.differs(chunk, expected[part]):
-                return replace(found, detail=f"chunks of {size}, chunk at {at}: {found.detail}")
-    return None
+            yield f"chunks of {size}, chunk at {at}", probe.differs(chunk, expected[part])
 
 
 def batch_invariance(probe: Probe) -> Finding | None:
@@ -150,19 +148,15 @@ def history_window(probe: Probe) -> Finding | None:
     return probe.differs(HashBatch.concat([*decode, *padding]), expected)
 
 
-def dummy_batch(probe: Probe) -> Finding | None:
+def dummy_batch(probe: Probe) -> Parts:
     """A replica without requests gives DEAD_ID everywhere and keeps no token, for 0 and 7 tokens."""
     dummy = getattr(probe.hasher(), "dummy", None)
     if dummy is None:
         raise Unsupported("the hasher has no dummy(tokens)")
     for count in (0, 7):
         ids, keep = dummy(count)
-        if found := ids_differ(ids, dummy_ids(probe.layout, count), probe.layout):
-            return found
-        mask = to_numpy(keep)
-        if mask.shape != (count,) or mask.any():
-            return Finding(detail="keep mask", expected=f"{count} × False", seen=str(mask.tolist()))
-    return None
+        yield "ids", ids_differ(ids, dummy_ids(probe.layout, count), probe.layout)
+        yield "keep mask", compare(to_numpy(keep), np.zeros(count, dtype=bool), lambda token: {"token": token})
 
 
 def empty_batch(probe: Probe) -> Finding | None:

@@ -14,7 +14,7 @@ import numpy as np
 from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
-from pytest_engram.cases.case import Finding, Probe, Unsupported, cases, compare, first, refused, rows_differ
+from pytest_engram.cases.case import Finding, Parts, Probe, Unsupported, cases, compare, refused, rows_differ
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
 from pytest_engram.rows import lookup_rows, synthetic_rows
 
@@ -29,25 +29,21 @@ _SCALES: dict[str, tuple[str, Any]] = {  # case -> (what it asserts, the scale b
 }
 
 
-def exact_rows(probe: Probe) -> Finding | None:
+def exact_rows(probe: Probe) -> Parts:
     """Rows are FP8 → FP32 × 2^(byte − 127) → bf16, bit by bit, for 1, 7 and 256 tokens."""
-    shard = _table(probe, 500)
-    counts = (1, 7, 256)
-    return first((f"{count} tokens", probe.rows_differ(shard, _drawn(probe, shard, count))) for count in counts)
+    return _counted(probe, _table(probe, 500), (1, 7, 256))
 
 
-def background(probe: Probe) -> Finding | None:
+def background(probe: Probe) -> Parts:
     """A capped (background) grid gives the same bits and reports rows, tiles of 16 and programs of the launch."""
     shard = _table(probe, 300)
     ids = _drawn(probe, shard, 41)
     for cap in (1, 3, 64):
-        if found := probe.rows_differ(shard, ids, cap):
-            return replace(found, detail=f"cap {cap}: {found.detail}")
+        yield f"cap {cap}", probe.rows_differ(shard, ids, cap)
         _, seen = probe.lookup(probe.placed(shard), probe.place(ids), cap)
         made = ledger.launch(41, _HEADS, cap)
         if (seen.rows, seen.tiles) != (made.rows, made.tiles) or not 1 <= seen.grid <= made.grid:
-            return Finding(detail=f"launch under cap {cap}", expected=str(made), seen=str(seen))
-    return None
+            yield f"cap {cap}", Finding(detail="launch", expected=str(made), seen=str(seen))
 
 
 def nan_codes(probe: Probe) -> Finding | None:
@@ -56,7 +52,7 @@ def nan_codes(probe: Probe) -> Finding | None:
     return _codes(probe, [0, 1, 127, 254, 255], codes.astype(np.uint8))
 
 
-def bounds(probe: Probe) -> Finding | None:
+def bounds(probe: Probe) -> Parts:
     """Ids outside [start, end), DEAD_ID among them, give zeros; start and end − 1 are owned; row 0 is not read."""
     ids = [DEAD_ID, 99, 100, 101, 149, 150, 151, 2**31 - 1, -(2**31), 0, 99, 149]
     wanted = np.array(ids, dtype=np.int32).reshape(4, _HEADS)
@@ -64,39 +60,34 @@ def bounds(probe: Probe) -> Finding | None:
         weight, scales = _content(probe, 50)
         weight[[0, -1]], scales[[0, -1]] = 0x7E, 255  # infinite: zero times a row that must not be read is not zero
         shard = probe.shard(weight, scales, heads=_HEADS, start=start)
-        if found := probe.rows_differ(shard, wanted - np.int32(100 - start) * (wanted > 0)):
-            return replace(found, detail=f"rows [{start}, {start + 50}): {found.detail}")
-    return None
+        shifted = wanted - np.int32(100 - start) * (wanted > 0)
+        yield f"rows [{start}, {start + 50})", probe.rows_differ(shard, shifted)
 
 
-def dead_rows(probe: Probe) -> Finding | None:
+def dead_rows(probe: Probe) -> Parts:
     """A dummy or padded batch of DEAD_ID gives zero rows, for 0 and 7 tokens (H17's rows, L10's padding)."""
     shard = _table(probe, 20)
-    dead = {count: np.full((count, _HEADS), DEAD_ID, dtype=np.int32) for count in (0, 7)}
-    return first((f"{count} tokens", probe.rows_differ(shard, ids)) for count, ids in dead.items())
+    for count in (0, 7):
+        yield f"{count} tokens", probe.rows_differ(shard, np.full((count, _HEADS), DEAD_ID, dtype=np.int32))
 
 
-def dp_padding(probe: Probe) -> Finding | None:
+def dp_padding(probe: Probe) -> Parts:
     """Replicas that share a table pad their ids with DEAD_ID to their own group's most tokens; more is refused."""
     pad, counts, group = probe.optional("padded_ids"), (3, 5, 4096, 1), slice(0, 2)
     ids = probe.rng.integers(0, 20, (6, _HEADS), dtype=np.int32)
     wanted = np.concatenate([ids[:3], np.full((2, _HEADS), DEAD_ID, np.int32)])
-    found = compare(to_numpy(pad(probe.place(ids[:3]), counts, group)), wanted, lambda t, h: {"token": t, "head": h})
-    return found or first((
-        ("6 tokens in a slot of 5", refused(partial(pad, probe.place(ids), counts, group), "gathered")),
-        ("no counts", refused(partial(pad, probe.place(ids[:3]), None, group), "gathered")),
-    ))  # fmt: skip
+    padded = to_numpy(pad(probe.place(ids[:3]), counts, group))
+    yield "3 tokens in a slot of 5", compare(padded, wanted, lambda token, head: {"token": token, "head": head})
+    yield "6 tokens in a slot of 5", refused(partial(pad, probe.place(ids), counts, group), "gathered")
+    yield "no counts", refused(partial(pad, probe.place(ids[:3]), None, group), "gathered")
 
 
-def padded_heads(probe: Probe) -> Finding | None:
+def padded_heads(probe: Probe) -> Parts:
     """A shard's columns past the true heads give zeros: 23 heads over 4 shards, 24 over 5."""
-
-    def last(heads: int, shards: int) -> Finding | None:
+    for heads, shards in ((23, 4), (24, 5)):
         weight, scales, primes = _heads(probe, heads)
-        shard = _cut(weight, scales, head_shard(primes, shards, shards - 1), heads)
-        return probe.rows_differ(shard, _head_ids(probe, primes, 3))
-
-    return first((f"{heads} heads over {shards} shards", last(heads, shards)) for heads, shards in ((23, 4), (24, 5)))
+        last = _cut(weight, scales, head_shard(primes, shards, shards - 1), heads)
+        yield f"{heads} heads over {shards} shards", probe.rows_differ(last, _head_ids(probe, primes, 3))
 
 
 def shards_assemble(probe: Probe) -> Finding | None:
@@ -110,11 +101,12 @@ def head_order(probe: Probe) -> Finding | None:
     return _assembled(probe, [rank(tp, dp, 2) for tp in range(3) for dp in range(2)])
 
 
-def strided_ids(probe: Probe) -> Finding | None:
+def strided_ids(probe: Probe) -> Parts:
     """Ids are an int32 slice [:, layer] of [T, L, H], read by its strides."""
     shard = _table(probe, 200)
     base = probe.rng.integers(0, 200, (9, 2, _HEADS), dtype=np.int32)
-    return probe.rows_differ(shard, base[:, 1]) or probe.rows_differ(shard, np.repeat(base[:, 0], 2, axis=1)[:, ::2])
+    yield "by token", probe.rows_differ(shard, base[:, 1])
+    yield "by head", probe.rows_differ(shard, np.repeat(base[:, 0], 2, axis=1)[:, ::2])
 
 
 def wide_addresses(probe: Probe) -> Finding | None:
@@ -137,11 +129,10 @@ def spare_rows(probe: Probe) -> Finding | None:
     return probe.rows_differ(shard, ids)
 
 
-def token_counts(probe: Probe) -> Finding | None:
+def token_counts(probe: Probe) -> Parts:
     """Token counts around tiles and sequence-parallel chunks: 0, 1, 3 … 5, 63 … 65, 127 … 129."""
     shard = replace(_table(probe, 400), head_start=1, local_heads=1)
-    counts = (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129)
-    return first((f"{count} tokens", probe.rows_differ(shard, _drawn(probe, shard, count))) for count in counts)
+    return _counted(probe, shard, (0, 1, 3, 4, 5, 63, 64, 65, 127, 128, 129))
 
 
 def _content(probe: Probe, rows: int) -> tuple[Any, Any]:
@@ -184,6 +175,11 @@ def _table(probe: Probe, rows: int) -> TableShard:
 
 def _drawn(probe: Probe, shard: TableShard, tokens: int) -> Any:
     return probe.rng.integers(shard.start, shard.end, (tokens, shard.total_heads), dtype=np.int32)
+
+
+def _counted(probe: Probe, shard: TableShard, counts: Sequence[int]) -> Parts:
+    """Rows of random ids, for batches of so many tokens."""
+    return ((f"{count} tokens", probe.rows_differ(shard, _drawn(probe, shard, count))) for count in counts)
 
 
 def _codes(probe: Probe, scale_bytes: Any, codes: Any = None) -> Finding | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pytest_engram.cases.bench import LAYERS, MOST, Streams, Threads
-from pytest_engram.cases.case import Finding, Probe, cases, refused
+from pytest_engram.cases.case import Finding, Parts, Probe, cases, refused
 from pytest_engram.hashing import HashBatch
 
 
@@ -30,11 +30,12 @@ def _bench(probe: Probe, *, streams: bool = False, rank: int = 0) -> Iterator[St
         bench.close()
 
 
-def producer_wait(probe: Probe) -> Finding | None:
+def producer_wait(probe: Probe) -> Parts:
     """A lookup starts after its ids are written, however long hashing takes."""
     with _bench(probe) as bench:
         bench.on_hash = bench.pause
-        return bench.differs(_batch(probe, 9)) or bench.differs(_batch(probe, 9))
+        for step in range(2):
+            yield f"step {step}", bench.differs(_batch(probe, 9))
 
 
 def ids_kept(probe: Probe) -> Finding | None:
@@ -44,14 +45,12 @@ def ids_kept(probe: Probe) -> Finding | None:
         return bench.differs(_batch(probe, 9))
 
 
-def consumer_wait(probe: Probe) -> Finding | None:
+def consumer_wait(probe: Probe) -> Parts:
     """A layer's consumer gets its rows after its own lookup has ended."""
     with _bench(probe) as bench:
         for late in range(len(LAYERS)):
             bench.on_lookup = partial(_late, bench, late)
-            if found := bench.differs(_batch(probe, 9)):
-                return found
-    return None
+            yield f"layer {LAYERS[late]} late", bench.differs(_batch(probe, 9))
 
 
 def own_layer(probe: Probe) -> Finding | None:
@@ -62,45 +61,43 @@ def own_layer(probe: Probe) -> Finding | None:
     return Finding(detail="the first layer's consumer waited for the second layer's lookup", layer=LAYERS[0])
 
 
-def needed(probe: Probe) -> Finding | None:
+def needed(probe: Probe) -> Parts:
     """Each of the three dependencies counts: take one away, and rows are wrong, as they are right with all."""
     for dependency in ("", "wait_stream", "record_stream", "wait_event"):
         with _bench(probe, streams=True) as bench:
             found = bench.without(dependency, _batch(probe, 9))
-        if dependency == "" and found:
-            return found
-        if dependency and not found:
-            return Finding(detail=f"rows without {dependency}", expected="wrong ones", seen="right ones")
-    return None
+        if dependency:
+            found = None if found else Finding(detail="rows", expected="wrong ones", seen="right ones")
+        yield f"without {dependency or 'nothing'}", found
 
 
-def fresh_rows(probe: Probe) -> Finding | None:
+def fresh_rows(probe: Probe) -> Parts:
     """Every step stages its own rows: new ids, other batch sizes and dead tokens leave nothing of an earlier step."""
     with _bench(probe) as bench:
         for number, count in enumerate((MOST, 1, 5, 5, MOST, 1, 7)):
-            if found := bench.differs(_batch(probe, count), ("early", "at_consumption")[number % 3 == 2]):
-                return found
-    return None
+            submission = "at_consumption" if number % 3 == 2 else "early"
+            yield f"step {number}", bench.differs(_batch(probe, count), submission)
 
 
-def graph_replay(probe: Probe) -> Finding | None:
+def graph_replay(probe: Probe) -> Parts:
     """A captured step hashes late and looks up late at each replay; eager steps between and staging's place hold."""
     with _bench(probe, streams=True) as bench:
         bench.on_hash, bench.on_lookup = bench.pause, partial(_late, bench, len(LAYERS) - 1)
         replay = bench.captured()
         for count in (5, MOST, 1):
-            if found := replay(_batch(probe, MOST)) or bench.differs(_batch(probe, count)):
-                return found
-        return _moved(bench)
+            yield "a replay", replay(_batch(probe, MOST))
+            yield "an eager step", bench.differs(_batch(probe, count))
+        yield "staging", _moved(bench)
 
 
-def fixed_staging(probe: Probe) -> Finding | None:
+def fixed_staging(probe: Probe) -> Parts:
     """The staging rows of a layer keep their address over all batch sizes; a batch that does not fit is refused."""
     with _bench(probe) as bench:
         for count in (MOST, 1, 5):
             bench.step(_batch(probe, count))
+        yield "staging", _moved(bench)
         too_many = partial(bench.step, _batch(probe, MOST + 1))
-        return _moved(bench) or refused(too_many, f"{MOST + 1} tokens where {MOST} have room")
+        yield f"{MOST + 1} tokens where {MOST} have room", refused(too_many, "a batch")
 
 
 def one_side_stream(probe: Probe) -> Finding | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.cases.case import Finding, Probe, cases, first, ids_differ
+from pytest_engram.cases.case import Finding, Parts, Probe, cases, first, ids_differ
 from pytest_engram.hashing import HashBatch, SlotCache, window_row
 
 BLOCK = 4  # tokens per KV block: small, so that short sequences cross blocks
@@ -26,15 +26,14 @@ def window_before_slots(probe: Probe) -> Finding | None:
     return _through(probe, hasher, [first, conflicting], [probe.ids(first, cache), probe.ids(conflicting, cache)])
 
 
-def slot_chunks(probe: Probe) -> Finding | None:
+def slot_chunks(probe: Probe) -> Parts:
     """With the slot cache alone, any split in chunks gives the ids of the whole, across blocks and dead tokens."""
     for size in (1, 3, 5):
         whole, dead = probe.tokens(11), probe.rng.random(11) < 0.2
         chunks = [paged(whole[i : i + size], [5, 0, 8], start=i, dead=dead[i : i + size]) for i in range(0, 11, size)]
         expected = probe.ids(HashBatch.sequence(whole, dead=dead))
-        if found := _through(probe, probe.hasher(SLOTS), chunks, [expected[i : i + size] for i in range(0, 11, size)]):
-            return replace(found, detail=f"chunks of {size}: {found.detail}")
-    return None
+        parts = [expected[i : i + size] for i in range(0, 11, size)]
+        yield f"chunks of {size}", _through(probe, probe.hasher(SLOTS), chunks, parts)
 
 
 def slot_tables(probe: Probe) -> Finding | None:
@@ -120,18 +119,16 @@ def prompt_window(probe: Probe) -> Finding | None:
     return _through(probe, probe.hasher(SLOTS), [prompt, *steps], [ids[:4], *(ids[i : i + 1] for i in range(4, 8))])
 
 
-def fresh_instance(probe: Probe) -> Finding | None:
+def fresh_instance(probe: Probe) -> Parts:
     """After a KV transfer the window alone gives the single instance's ids; without it they must differ."""
     whole = probe.tokens(9)
     expected = probe.ids(HashBatch.sequence(whole))[8:]
     probe.hasher(SLOTS)(paged(whole[:8], [3, 8, 1]))  # the prefill instance, whose slots do not travel
     decode = paged(whole[8:], [3, 8, 1], start=8)
     window = np.array([window_row(whole.tolist(), 8)], dtype=np.int32)
-    if found := probe.differs(replace(decode, window=window), expected, hasher=probe.hasher(SLOTS)):
-        return found
+    yield "with the window", probe.differs(replace(decode, window=window), expected, hasher=probe.hasher(SLOTS))
     if ids_differ(probe.hasher(SLOTS)(decode), expected, probe.layout) is None:
-        return Finding(detail="a hasher that was told no history knows it", expected="other ids", seen="equal ids")
-    return None
+        yield "without it", Finding(detail="no history was told", expected="other ids", seen="equal ids")
 
 
 def paged(tokens: Any, table: Sequence[int], start: int = 0, dead: Any = None) -> HashBatch:

@@ -211,6 +211,11 @@ def unusable(found: Sequence[Comparison], level: float) -> Iterator[Finding]:
             yield Finding("aa-differs", f"{metric}: A' differs from A, p = {p_value:.3g}", f"p > {reachable:.3g}")
 
 
+def interval(effect: Effect) -> str:
+    """``[−4.0, −2.2]``, open where the test closed no end."""
+    return f"[{percent(effect.low, '−∞', '')}, {percent(effect.high, '+∞', '')}]"
+
+
 def percent(ratio: float | None, otherwise: str = "", unit: str = " %") -> str:
     """``+19.8 %``, with the true minus sign; ``otherwise`` for None."""
     return otherwise if ratio is None else f"{100 * ratio:+.1f}{unit}".replace("-", "−")

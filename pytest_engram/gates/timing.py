@@ -58,7 +58,7 @@ def _serial(case: Case) -> Iterator[Finding]:
     for run in case.runs.values():
         for sample in run.overlap:
             for line in sample.timelines:
-                fault = queue_report(line, tolerance_ns=sample.resolution_ns, late_ns=math.inf).reason
+                fault = queue_report(line, tolerance_ns=sample.resolution_ns).reason
                 if fault:
                     seen = f"arm {run.arm}, run {run.index}, rank {line.rank}, step {line.step}: {fault}"
                     yield Finding("not-a-serial-queue", seen)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from pytest_engram import ledger
 from pytest_engram.errors import UsageError
+from pytest_engram.rows import lookup_faults
 
 BLOCK = 32  # values that share one ue8m0 scale byte
 WARPS = 8  # 256 threads hold a tile of 16 × 256 bytes as one 16-byte load each
@@ -28,7 +30,7 @@ def full_grid(device: Any) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def lookup(shard: Any, ids: Any, out: Any, *, cap: int | None = None, warps: int = WARPS) -> ledger.LaunchShape:
+def lookup(shard: Any, ids: Any, out: Any, *, cap: int | None = None, warps: int = WARPS) -> ledger.Launch:
     """Decode the rows of ``ids`` into ``out`` on the current stream and return the actual launch.
 
     ``shard`` is a :class:`~pytest_engram.backends.protocol.TableShard` whose ``weight`` u8 [rows, dim] and ``scales``
@@ -41,7 +43,8 @@ def lookup(shard: Any, ids: Any, out: Any, *, cap: int | None = None, warps: int
     Raises:
         UsageError: ``bad-lookup`` for a shape, dtype or stride that the kernel would misread.
     """
-    _check(shard, ids, out)
+    for seen, expected in _faults(shard, ids, out):
+        raise UsageError(seen, code="bad-lookup", who="lookup", expected=expected)
     made = ledger.launch(ids.shape[0], shard.local_heads, full_grid(out.device) if cap is None else cap)
     if made.rows:
         from pytest_engram.gpu._kernels import lookup_kernel
@@ -54,28 +57,12 @@ def lookup(shard: Any, ids: Any, out: Any, *, cap: int | None = None, warps: int
     return made
 
 
-def _check(shard: Any, ids: Any, out: Any) -> None:
-    tokens, (rows, dim) = ids.shape[0], shard.weight.shape
-    wanted = {
-        "ids": (ids, "int32", (tokens, shard.total_heads), True),
-        "out": (out, "bfloat16", (tokens, shard.local_heads, dim), out.is_contiguous()),
-        "weight": (shard.weight, "uint8", (rows, dim), shard.weight.is_contiguous()),
-        "scales": (shard.scales, "uint8", (rows, dim // BLOCK), shard.scales.is_contiguous()),
-    }
-    for name, (tensor, dtype, shape, dense) in wanted.items():
-        if str(tensor.dtype) != f"torch.{dtype}" or tuple(tensor.shape) != shape or not dense:
-            seen = f"{name} {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
-            raise _bad(seen, f"{dtype} {shape}, contiguous but for ids")
-    if dim & (dim - 1) or dim < BLOCK:
-        raise _bad(f"rows of {dim} values", f"a power of two from {BLOCK}")
-    if not 0 <= shard.end - shard.start <= rows or shard.head_start < 0:
-        raise _bad(
-            f"ids [{shard.start}, {shard.end}), heads from {shard.head_start}", f"at most {rows} rows; head 0 on"
-        )
-    devices = {tensor.device for tensor, *_ in wanted.values()}
+def _faults(shard: Any, ids: Any, out: Any) -> Iterator[tuple[str, str]]:
+    """(seen, expected): what no lookup could read, then what this kernel cannot."""
+    yield from lookup_faults(shard, ids, out, "torch.")
+    dim, scales = shard.weight.shape[1], shard.scales.shape[1]
+    if dim & (dim - 1) or dim < BLOCK or scales != dim // BLOCK:
+        yield f"rows of {dim} values and {scales} scales", f"a power of two from {BLOCK}, and one scale for {BLOCK}"
+    devices = {str(tensor.device) for tensor in (ids, out, shard.weight, shard.scales)}
     if len(devices) > 1:
-        raise _bad(f"tensors on {', '.join(sorted(map(str, devices)))}", "one device")
-
-
-def _bad(seen: str, expected: str) -> UsageError:
-    return UsageError(seen, code="bad-lookup", who="lookup", expected=expected)
+        yield f"tensors on {', '.join(sorted(devices))}", "one device"

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pytest_engram.errors import UsageError
-from pytest_engram.hashing import DEAD_ID, HashBatch
+from pytest_engram.hashing import DEAD_ID, HashBatch, check_batch
 from pytest_engram.layout import EngramLayout
 
 _TILE = 64  # tokens per program
@@ -45,18 +44,9 @@ class DeviceHasher:
         token ids beyond the map, for a batch without a window and, where a slot cache is bound, for one without slots
         and block table.
         """
-        largest = max(batch.token_ids.max(initial=0), batch.window.max(initial=0))
-        if largest >= self._size:
-            raise _bad(f"id {largest}", f"below {self._size}, the length of the token map")
-        if self._cache is None and not batch.window.shape[1]:
-            raise _bad("no window and no slot cache", "a window (H20), −1 where it is unknown")
-        paged: tuple[Any, ...] = ()
-        if self._cache is not None:
-            if batch.slots is None or batch.block_table is None:
-                raise _bad("no slots or no block table", "arrays, because a slot cache is bound")
-            if batch.slots.max(initial=-1) >= len(self._cache):
-                raise _bad(f"slot {batch.slots.max()}", f"below {len(self._cache)}, the slots of the cache")
-            paged = batch.slots, batch.block_table
+        cached = self._cache is not None
+        check_batch(batch, self._layout.pad_token_id, self._size, len(self._cache) if cached else None)
+        paged = (batch.slots, batch.block_table) if cached else ()
         plain = (batch.token_ids, batch.positions, batch.query_start_loc, batch.dead, batch.window, batch.window_dead)
         sent = self._send(*plain, *paged)
         return partial(self._launch, batch.block_size, *sent), sent[0], ~sent[3]
@@ -93,7 +83,3 @@ class DeviceHasher:
             sent[span].view(getattr(torch, each.dtype.name)).view(each.shape)
             for span, each in zip(spans, parts, strict=True)
         ]
-
-
-def _bad(seen: str, expected: str) -> UsageError:
-    return UsageError(seen, code="bad-batch", who="DeviceHasher", expected=expected)

@@ -128,6 +128,31 @@ class LookupMark:
     tiles: int
     grid: int
 
+    @property
+    def ready(self) -> int:
+        """r_i: its ids are hashed and it is submitted."""
+        return max(self.hash_ready, self.submit)
+
+    @property
+    def queueing(self) -> int:
+        """s_i − r_i."""
+        return self.start - self.ready
+
+    @property
+    def kernel(self) -> int:
+        """L_i."""
+        return self.done - self.start
+
+    @property
+    def exposed(self) -> int:
+        """E_i = max(0, f_i − c_i): what the consumer still had to wait for."""
+        return max(0, self.done - self.wait_before)
+
+    @property
+    def waited(self) -> int:
+        """What the consumer's wait took by its own marks; more than ``exposed`` where it waited for something else."""
+        return self.wait_after - self.wait_before
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

@@ -32,41 +32,39 @@ MAPPED = ("Rss", "Shared_Hugetlb", "Private_Hugetlb")  # Rss counts no hugetlb p
 
 
 def audit_range(
-    address: int, nbytes: int, *, rank: int, moment: Moment, table: int, identity: str, pid: int = 0,
-    page_bytes: int = mmap.PAGESIZE, sample: int = 0,
+    address: int, nbytes: int, *, rank: int, moment: Moment, table: int, identity: str,
+    page_bytes: int = mmap.PAGESIZE,
 ) -> PageDistribution:  # fmt: skip
-    """The distribution of the whole pages of [address, address + nbytes) in process ``pid`` (0: this one).
+    """The distribution of the whole pages of [address, address + nbytes).
 
-    ``sample`` asks about one random page in each of that many strata; a node's share is then off by at most
-    ``sample_bound`` (95 %).  move_pages, numa_maps and smaps walk the pages side by side.  Raises ``PlacementError``:
-    ``not-mapped`` (the range, or the object ``identity``, is not mapped there), ``page-size`` (other than
-    ``page_bytes``), ``unanswered``, ``coverage``, ``route-disagreement`` or ``blocked-by-sandbox``.
+    move_pages, numa_maps and smaps walk the pages side by side.  Raises ``PlacementError``: ``not-mapped`` (the range,
+    or the object ``identity``, is not mapped there), ``page-size`` (other than ``page_bytes``), ``unanswered``,
+    ``coverage``, ``route-disagreement`` or ``blocked-by-sandbox``.
     """
     where = f"audit {moment.value} of table {table}"
-    vmas = mapped_vmas(address, nbytes, pid=pid, where=where, name="maps")
+    vmas = mapped_vmas(address, nbytes, where=where, name="maps")
     identities = ", ".join(sorted({vma.identity for vma in vmas}))
     _require(identities, identity, "not-mapped", where, "the range maps")
     end = -(-(address + nbytes) // page_bytes) * page_bytes
-    part = strata(range(address // page_bytes * page_bytes, end, page_bytes), sample, identity)
-    span = range(vmas[0].start, vmas[-1].end, page_bytes)  # numa_maps speaks of whole VMAs
-    whole = strata(span, sample, identity)
+    pages = range(address // page_bytes * page_bytes, end, page_bytes)
+    whole = range(vmas[0].start, vmas[-1].end, page_bytes)  # numa_maps speaks of whole VMAs
     with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        smaps = pool.submit(mapped_vmas, address, nbytes, pid=pid, where=where)
-        text = pool.submit(_records, pid, "numa_maps", address, end, where)
-        placed, unplaced = query_range(pool, part, pid=pid, where=where)
-        first = placed if part == whole else query_range(pool, whole, pid=pid, where=where)[0]
+        smaps = pool.submit(mapped_vmas, address, nbytes, where=where)
+        text = pool.submit(_records, "numa_maps", address, end, where)
+        placed, unplaced = query_range(pool, pages, where=where)
+        first = placed if pages == whole else query_range(pool, whole, where=where)[0]
         vmas, lines = smaps.result(), _lines(text.result(), vmas)
     page = max(vma.kb["KernelPageSize"] for vma in vmas) << 10
     _require(page, page_bytes, "page-size", where, "a page has bytes")
     covered = (sum(placed.values()) + sum(unplaced.values())) * page
-    _require(covered, len(part) * page, "coverage", where, "answered bytes:")
-    _compare_routes(lines, first, whole, span, where)
+    _require(covered, len(pages) * page, "coverage", where, "answered bytes:")
+    _compare_routes(lines, first, page_bytes, where)
     return PageDistribution(
         rank=rank, moment=moment, table=table, identity=identity, address=address, table_bytes=nbytes,
         page_bytes=page, pages=placed, unplaced=unplaced, covered_bytes=covered,
         policy_text=" ".join(sorted({line.policy for line in lines})), routes=("move_pages", "numa_maps"),
         pss_bytes=sum_kb(vmas, ("Pss",)) if page == mmap.PAGESIZE else None,  # Pss counts no hugetlb page
-        huge_bytes=sum_kb(vmas, HUGE), sample_bound=bound(part),
+        huge_bytes=sum_kb(vmas, HUGE),
     )  # fmt: skip
 
 
@@ -83,11 +81,9 @@ def bound(asked: Sequence[int]) -> float:
     return 0.0 if isinstance(asked, range) else 0.98 / len(asked) ** 0.5
 
 
-def mapped_vmas(
-    address: int, nbytes: int, *, pid: int = 0, where: str = "smaps", name: str = "smaps"
-) -> tuple[procfs.Vma, ...]:
+def mapped_vmas(address: int, nbytes: int, *, where: str = "smaps", name: str = "smaps") -> tuple[procfs.Vma, ...]:
     """The records of smaps (or of ``maps``: no page is walked, ``kb`` is empty) that cover the range without a hole."""
-    vmas = procfs.parse_smaps("".join(_records(pid, name, address, address + nbytes, where)))
+    vmas = procfs.parse_smaps("".join(_records(name, address, address + nbytes, where)))
     position = address
     for vma in vmas:
         position = vma.end if vma.start <= position else position
@@ -97,12 +93,12 @@ def mapped_vmas(
 
 
 def query_range(
-    pool: Executor, addresses: Sequence[int], *, pid: int = 0, where: str = "move_pages"
+    pool: Executor, addresses: Sequence[int], *, where: str = "move_pages"
 ) -> tuple[dict[int, int], dict[str, int]]:
     """Pages per node, and per errno name for those that lie nowhere, by ``move_pages`` in chunks."""
     chunks = (addresses[first : first + CHUNK_PAGES] for first in range(0, len(addresses), CHUNK_PAGES))
     counts: collections.Counter[int] = collections.Counter()
-    for status in pool.map(partial(_query_chunk, pid, where), chunks):
+    for status in pool.map(partial(_query_chunk, where), chunks):
         counts.update(status)
     if silent := counts[_syscalls.UNANSWERED]:
         raise PlacementError(f"{silent} pages got no answer", code="unanswered", where=where)
@@ -115,12 +111,10 @@ def split(counts: collections.Counter[int]) -> tuple[dict[int, int], dict[str, i
     return {node: counts[node] for node in sorted(counts) if node >= 0}, unplaced
 
 
-def _query_chunk(pid: int, where: str, addresses: Sequence[int]) -> collections.Counter[int]:
+def _query_chunk(where: str, addresses: Sequence[int]) -> collections.Counter[int]:
     try:
-        return _count_statuses(_syscalls.page_status(pid, addresses))
+        return _count_statuses(_syscalls.page_status(0, addresses))
     except OSError as error:
-        if pid and error.errno in (errno.EPERM, errno.EACCES):
-            raise _unreadable(pid, "move_pages", error, where) from error
         raise _syscalls.refused(error, where) from error
 
 
@@ -138,15 +132,12 @@ def _count_statuses(status: bytes) -> collections.Counter[int]:
     return counts
 
 
-def _compare_routes(
-    lines: Sequence[procfs.NumaMapsLine], placed: dict[int, int], asked: Sequence[int], span: range, where: str
-) -> None:
-    """The same pages by both routes; where only some were asked, shares that differ by no more than twice the bound."""
-    told = collections.Counter({node: size // span.step for node, size in node_bytes(lines).items()})
-    scale, most = len(span) / len(asked), 2 * bound(asked) * len(span)
-    if any(abs(told[node] - placed.get(node, 0) * scale) > most for node in {*told, *placed}):
+def _compare_routes(lines: Sequence[procfs.NumaMapsLine], placed: dict[int, int], page_bytes: int, where: str) -> None:
+    """The same pages by both routes."""
+    told = {node: size // page_bytes for node, size in node_bytes(lines).items()}
+    if told != placed:
         raise PlacementError(
-            f"numa_maps counts {dict(sorted(told.items()))} pages per node and move_pages {placed}",
+            f"numa_maps counts {told} pages per node and move_pages {placed}",
             code="route-disagreement", where=where, expected="the same pages by both routes",
             way_out="audit again while nothing maps, unmaps or migrates the table",
         )  # fmt: skip
@@ -177,14 +168,14 @@ def _lines(records: Iterable[str], vmas: Iterable[procfs.Vma]) -> list[procfs.Nu
     return [procfs.parse_numa_maps_line(line) for line in records if line.partition(" ")[0] in starts]
 
 
-def _records(pid: int, name: str, address: int, end: int, where: str) -> list[str]:
+def _records(name: str, address: int, end: int, where: str) -> list[str]:
     """The lines of maps, smaps or numa_maps about [address, end); reading stops behind it.
 
     Pieces smaller than a record: of larger ones the kernel walks the last record's pages twice when it does not fit.
     """
     kept, inside = [], False
     try:
-        with open(f"/proc/{pid or 'self'}/{name}", "rb", buffering=512) as lines:
+        with open(f"/proc/self/{name}", "rb", buffering=512) as lines:
             for line in lines:
                 if found := _RECORD.match(line):
                     if int(found[1], 16) >= end:
@@ -193,16 +184,8 @@ def _records(pid: int, name: str, address: int, end: int, where: str) -> list[st
                 if inside:
                     kept.append(line.decode(errors="replace"))
     except OSError as error:
-        raise _unreadable(pid, name, error, where) from error
+        raise _syscalls.refused(error, where) from error
     return kept
-
-
-def _unreadable(pid: int, name: str, error: OSError, where: str) -> PlacementError:
-    return PlacementError(
-        f"{name} of process {pid or 'self'}: {error.strerror or error}", code="not-readable", where=where,
-        expected="PTRACE_MODE_READ_REALCREDS: the same user, or CAP_SYS_PTRACE",
-        way_out="run as the user that owns the process, in its PID namespace, or with CAP_SYS_PTRACE",
-    )  # fmt: skip
 
 
 def staging_place(buffer: Any) -> str:

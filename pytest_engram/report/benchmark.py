@@ -15,7 +15,6 @@ from pytest_engram import codec
 from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.gates.comparison import Case
 from pytest_engram.model import Evidence
-from pytest_engram.report import strict
 
 
 class ReplayClock:
@@ -101,9 +100,9 @@ def add_engram_section(path: Path, section: Mapping[str, Any]) -> None:
     The result is strict JSON and replaces the old file in one rename: NaN becomes null and is listed.  A file that is
     there but is no JSON is kept as ``<name>.broken``.
     """
-    clean, lost = strict.finite({**_existing(path), "engram": section})
+    clean, lost = codec.finite({**_existing(path), "engram": section})
     clean["engram"]["replaced"] += lost
-    codec.write_atomic(path, strict.dumps(clean))
+    codec.write_atomic(path, codec.dumps(clean))
 
 
 def _existing(path: Path) -> dict[str, Any]:

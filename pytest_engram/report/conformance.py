@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
-from pytest_engram.backends import load_backend
 from pytest_engram.backends.protocol import Backend
 from pytest_engram.checks import CASES, check, explain
 from pytest_engram.model import CorrectnessSample
@@ -14,13 +12,6 @@ from pytest_engram.report.markdown import table
 OUTCOMES = ("fail", "declared difference", "pass", "not supported")  # the first that occurs on a line is shown
 SEED = 0
 Column = tuple[Backend, list[tuple[str, CorrectnessSample]]]  # one engine version, (outcome, sample) in order of cases
-
-
-def conformance_main(specs: Sequence[str], out: TextIO, engine: str | None = None) -> int:
-    """Write the table of the backends that ``specs`` name (``vllm@0.33.0``); 1 if one of them broke a line, else 0."""
-    columns = conformance([load_backend(spec) for spec in specs], engine=engine)
-    out.write(render(columns))
-    return int(failed(columns))
 
 
 def conformance(backends: Sequence[Backend], *, engine: str | None = None) -> list[Column]:

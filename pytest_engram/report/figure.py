@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -12,37 +11,31 @@ from pytest_engram import codec, sweeps
 from pytest_engram.gates.comparison import Case, percent
 from pytest_engram.model import Evidence
 from pytest_engram.report import numbers
+from pytest_engram.report.account import numbered
 from pytest_engram.schedule import base_arm
 
 _WIDE, _HIGH, _LEFT, _TOP = 124, 46, 200, 84  # px: a cell, and what stands before the first one
 _MOST = 0.5  # the slowdown with the deepest colour
 _SLOWER, _FASTER = (214, 96, 77), (67, 147, 195)  # light enough for black text
+Cells = dict[tuple[str, int], tuple[float, int]]  # (arm, tokens) -> (slowdown, runs)
 
 
-def stems(evidences: Sequence[Evidence]) -> list[str]:
-    """A name for every evidence: its experiment, and a number from its second one on."""
-    seen, names = Counter[str](), []
-    for name in (evidence.plan.experiment.id for evidence in evidences):
-        seen[name] += 1
-        names.append(f"{name}.{seen[name]}" if seen[name] > 1 else name)
-    return names
-
-
-def figures(evidences: Sequence[Evidence]) -> Iterator[tuple[Evidence, str]]:
-    """The file name of every evidence whose sweep has main compute with its quiet twin: what a map can be drawn of."""
-    for stem, evidence in zip(stems(evidences), evidences, strict=True):
-        if interference(evidence):
-            yield evidence, f"interference-{stem}.svg"
+def figures(evidences: Sequence[Evidence]) -> Iterator[tuple[str, Evidence, Cells]]:
+    """(file name, evidence, map) where the sweep has main compute with its quiet twin."""
+    stems = numbered(evidence.plan.experiment.id for evidence in evidences)
+    for stem, evidence in zip(stems, evidences, strict=True):
+        if cells := interference(evidence):
+            yield f"interference-{stem}.svg", evidence, cells
 
 
 def write_figures(folder: Path, evidences: Sequence[Evidence]) -> None:
     """Write every figure of :func:`figures` into the folder."""
-    for evidence, name in figures(evidences):
-        codec.write_atomic(folder / name, svg(evidence, interference(evidence)).encode())
+    for name, evidence, cells in figures(evidences):
+        codec.write_atomic(folder / name, svg(evidence, cells).encode())
 
 
-def interference(evidence: Evidence) -> dict[tuple[str, int], tuple[float, int]]:
-    """(arm, tokens) -> the median over runs of main / quiet main − 1 with all ranks at work, and the number of runs."""
+def interference(evidence: Evidence) -> Cells:
+    """The median over runs of main / quiet main − 1 with all ranks at work, and the number of runs."""
     ranks, found = evidence.plan.experiment.ranks, dict[tuple[str, int], list[float]]()
     for run in evidence.runs:
         for tokens in {one.tokens for one in run.sweep}:
@@ -54,7 +47,7 @@ def interference(evidence: Evidence) -> dict[tuple[str, int], tuple[float, int]]
     return {key: (median(ratios), len(ratios)) for key, ratios in ordered}
 
 
-def svg(evidence: Evidence, cells: dict[tuple[str, int], tuple[float, int]]) -> str:
+def svg(evidence: Evidence, cells: Cells) -> str:
     """The map: a row per arm, a column per batch size, in each cell the slowdown and its number of runs."""
     arms, sizes = [*dict.fromkeys(arm for arm, _ in cells)], sorted({tokens for _, tokens in cells})
     wide, high = max(_LEFT + _WIDE * len(sizes) + 20, 660), _TOP + _HIGH * len(arms) + 20
@@ -62,9 +55,7 @@ def svg(evidence: Evidence, cells: dict[tuple[str, int], tuple[float, int]]) -> 
     return "\n".join([f'{head} font-size="13">', *_shapes(evidence, cells, arms, sizes), "</svg>", ""])
 
 
-def _shapes(
-    evidence: Evidence, cells: dict[tuple[str, int], tuple[float, int]], arms: Sequence[str], sizes: Sequence[int]
-) -> Iterator[str]:
+def _shapes(evidence: Evidence, cells: Cells, arms: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
     case, chosen = Case(evidence), evidence.plan.experiment
     read = {one.tokens: one.source_bytes for run in evidence.runs for one in run.sweep}
     yield '<rect width="100%" height="100%" fill="#ffffff"/>'

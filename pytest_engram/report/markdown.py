@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_engram import hypotheses, recommendation
 from pytest_engram.model import Claim, Evidence, GateResult, Status, Verdict
 from pytest_engram.report import figure, measured, terminal
+from pytest_engram.report.account import Account
 
 LIMIT = 900_000  # bytes; CI services drop a job summary above 1 MiB as a whole
 _VALUE = 300  # characters of one provenance value
@@ -16,17 +16,17 @@ _SUMMARY = ("experiment", "claim", "subject", "status", "what this run can say")
 _GATES = ("#", "gate", "status", "reason", "observed", "threshold", "next step")
 
 
-def render(
-    verdicts: Sequence[Verdict], evidences: Sequence[Evidence], provenance: Mapping[str, Any], *, limit: int = LIMIT
-) -> str:
+def render(account: Account, provenance: Mapping[str, Any], *, limit: int = LIMIT) -> str:
     """The whole report, at most ``limit`` bytes of UTF-8; what is cut is said in the last line."""
-    lines, names = [*_head(verdicts, provenance)], {id(one): f for one, f in figure.figures(evidences)}
-    for one in hypotheses.adjudicate(evidences, verdicts) if evidences else ():
-        title = ["## Hypotheses: they explain, no gate reads them", ""] if one.number == 1 else []
-        lines += [*title, f"{one.number}. {one.statement}: **{one.outcome}**", ""]
-        lines += [*(f"   - {escape(line)}" for line in one.lines), ""]
-    for verdict, evidence in hypotheses.pairs(verdicts, evidences):
-        lines += _experiment(verdict, evidence, names.get(id(evidence), ""))
+    lines = [*_head(account.verdicts, provenance)]
+    if account.evidences:
+        lines += ["## Hypotheses: they explain, no gate reads them", ""]
+        for one in account.hypotheses:
+            lines += [f"{one.number}. {one.statement}: **{one.outcome}**", ""]
+            lines += [*(f"   - {escape(line)}" for line in one.lines), ""]
+    pictures = {id(evidence): name for name, evidence, _ in figure.figures(account.evidences)}
+    for (verdict, evidence), advice in zip(account.pairs, account.advice, strict=True):
+        lines += _experiment(verdict, evidence, advice, pictures.get(id(evidence)))
     lines += ["## Provenance", "", *table(("what", "value"), _flat(provenance))]
     return _cut("\n".join(lines) + "\n", limit)
 
@@ -58,14 +58,13 @@ def _head(verdicts: Sequence[Verdict], provenance: Mapping[str, Any]) -> Iterato
         yield from ("Repeat it with:", "", "```sh", str(command).replace("```", "` ` `"), "```", "")
 
 
-def _experiment(verdict: Verdict, evidence: Evidence | None, picture: str) -> Iterator[str]:
+def _experiment(verdict: Verdict, evidence: Evidence | None, advice: str | None, picture: str | None) -> Iterator[str]:
     yield from (f"## {escape(verdict.experiment)}: {escape(verdict.title)} — {verdict.status.value}", "")
     yield from table(_GATES, map(_gate, verdict.gates))
     if evidence is not None:
         asked = evidence.plan.experiment
         yield from (f"**Why.** {escape(asked.why)}", "")
         yield from (f"**Predicted**: {escape(asked.direction_note)}.", "") if asked.direction_note else ()
-        advice = recommendation.advice(evidence, verdict)
         yield from (f"**Advice**: {escape(advice)}.", "") if advice else ()
         yield from (f"![main compute beside lookups]({picture})", "") if picture else ()
     for title, head, rows in (measured.effects(verdict), *(measured.tables(evidence) if evidence else ())):

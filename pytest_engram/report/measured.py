@@ -98,17 +98,17 @@ def _placement(evidence: Evidence) -> tuple[Sequence[str], Rows]:
     """One row per distinct answer of the kernel: runs of an arm that answered the same share a row."""
     audits = [(run.arm, pages) for run in evidence.runs for s in run.placement for pages in s.distributions]
     nodes = sorted({node for _, pages in audits for node in pages.pages})
-    rows = Counter(
+    rows = _counted(
         (arm, pages.rank, pages.table, pages.moment.value,
          *(numbers.size(pages.pages.get(node, 0) * pages.page_bytes) for node in nodes),
          ", ".join(f"{name} {number}" for name, number in sorted(pages.unplaced.items())) or "0",
          f"{numbers.size(pages.covered_bytes)} of {numbers.size(pages.table_bytes)}",
-         "+".join(pages.routes) + (f", shares ± {pages.sample_bound:.2%}" if pages.sample_bound else ""))
+         "+".join(pages.routes))
         for arm, pages in audits
     )  # fmt: skip
     shares = [f"NUMA node {node}" for node in nodes]
     head = ("arm", "rank", "table", "moment", *shares, "pages not placed", "coverage", "asked by", "audits")
-    return head, [(*row, times) for row, times in rows.items()]
+    return head, rows
 
 
 def _took(found: list[tuple[int, PageDistribution]]) -> Iterator[object]:
@@ -128,20 +128,23 @@ def _took(found: list[tuple[int, PageDistribution]]) -> Iterator[object]:
 def _workers(evidence: Evidence) -> Rows:
     """What was in force for each rank; allowed nodes are not bound ones."""
     workers = ((run.arm, sample.worker) for run in evidence.runs for sample in run.placement if sample.worker)
-    rows = Counter(
+    return _counted(
         (arm, one.rank, one.cpus_allowed, one.mems_allowed, " ".join((one.task_policy, *map(str, one.task_nodes))),
          one.staging or numbers.ABSENT)
         for arm, one in workers
     )  # fmt: skip
-    return [(*row, times) for row, times in rows.items()]
 
 
 def _problems(evidence: Evidence) -> Rows:
     """Equal problems of one arm share a row."""
     found = [("", problem) for problem in evidence.problems]
     found += [(run.arm, problem) for run in evidence.runs for problem in run.problems]
-    rows = Counter((arm, p.status.value, p.code, p.who, p.where, p.message) for arm, p in found)
-    return [(*row, times) for row, times in sorted(rows.items())]
+    return _counted(sorted((arm, p.status.value, p.code, p.who, p.where, p.message) for arm, p in found))
+
+
+def _counted(rows: Iterable[tuple[object, ...]]) -> Rows:
+    """Equal rows share one, and their number stands behind it."""
+    return [(*row, times) for row, times in Counter(rows).items()]
 
 
 def _grouped(keyed: Iterable[tuple[Any, ...]], cells: Callable[[list[Any]], Iterator[object]]) -> Rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from pytest_engram.gates.comparison import percent
+from pytest_engram.gates.comparison import interval, percent
 from pytest_engram.metrics import METRICS
 from pytest_engram.model import Effect
 
@@ -19,8 +19,7 @@ def measured(effect: Effect) -> tuple[str, str]:
         return ABSENT, f"({effect.note})" if effect.note else ""
     row = METRICS.get(effect.metric.partition("@")[0])
     unit = "pp" if row is not None and row.additive else "%"
-    ends = percent(effect.low, "−∞", ""), percent(effect.high, "+∞", "")
-    return percent(effect.estimate, unit=f" {unit}"), f"[{', '.join(ends)}]"
+    return percent(effect.estimate, unit=f" {unit}"), interval(effect)
 
 
 def effects(found: Iterable[Effect]) -> str:

@@ -9,11 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pytest_engram import codec, experiment_rules, hypotheses, recommendation
+from pytest_engram import codec, experiment_rules
 from pytest_engram import provenance as machine
 from pytest_engram.errors import UsageError
 from pytest_engram.model import SCHEMA_VERSION, Evidence, Verdict
-from pytest_engram.report import figure, markdown, strict
+from pytest_engram.report import figure, markdown
+from pytest_engram.report.account import Account, numbered
 
 SECTION_SCHEMA = 1  # 1: verdicts, evidence or the names of its files, provenance, command, hypotheses, advice
 VERDICT_FILE = "verdict.json"
@@ -36,37 +37,33 @@ class _Records:
     evidence: list[Evidence]
 
 
-def write_run(
-    folder: Path, verdicts: Sequence[Verdict], evidences: Sequence[Evidence], *, command: Sequence[str] = ()
-) -> dict[str, Any]:
+def write_run(folder: Path, account: Account, *, command: Sequence[str] = ()) -> dict[str, Any]:
     """Write ``evidence-<id>.json`` per experiment, ``report.md``, its figures and, last, ``verdict.json``, atomically.
 
     Returns the section with the evidence embedded.
     """
-    names = [f"evidence-{stem}.json" for stem in figure.stems(evidences)]
+    evidences = account.evidences
+    names = [f"evidence-{stem}.json" for stem in numbered(one.plan.experiment.id for one in evidences)]
     for name, evidence in zip(names, evidences, strict=True):
         codec.write_atomic(folder / name, codec.encode(evidence))
     figure.write_figures(folder, evidences)
     known = evidences[0].provenance if evidences else machine.collect()
-    text = markdown.render(verdicts, evidences, {**known, "command": shlex.join(command)})
+    text = markdown.render(account, {**known, "command": shlex.join(command)})
     codec.write_atomic(folder / "report.md", text.encode())
-    section = engram_section(verdicts, evidences, known, command)
+    section = engram_section(account, known, command)
     stored = {**section, "evidence": [], "evidence_files": names}
-    codec.write_atomic(folder / VERDICT_FILE, strict.dumps({"engram": stored}))
+    codec.write_atomic(folder / VERDICT_FILE, codec.dumps({"engram": stored}))
     return section
 
 
-def engram_section(
-    verdicts: Sequence[Verdict], evidences: Sequence[Evidence], provenance: dict[str, Any], command: Sequence[str] = ()
-) -> dict[str, Any]:
+def engram_section(account: Account, provenance: dict[str, Any], command: Sequence[str] = ()) -> dict[str, Any]:
     """The schema-versioned section as strict JSON builtins; ``replaced`` lists where NaN or an infinity became null."""
-    pairs = hypotheses.pairs(verdicts, evidences)
     section = {
-        "schema": SECTION_SCHEMA, "tool": "pytest-engram", "command": command, "verdicts": verdicts,
-        "evidence": evidences, "provenance": provenance, "hypotheses": hypotheses.adjudicate(evidences, verdicts),
-        "advice": [recommendation.advice(one, said) if one else None for said, one in pairs],
+        "schema": SECTION_SCHEMA, "tool": "pytest-engram", "command": command, "verdicts": account.verdicts,
+        "evidence": account.evidences, "provenance": provenance, "hypotheses": account.hypotheses,
+        "advice": account.advice,
     }  # fmt: skip
-    clean, lost = strict.finite(codec.to_builtins(section), "$.engram")
+    clean, lost = codec.finite(codec.to_builtins(section), "$.engram")
     return {**clean, "replaced": lost}
 
 
@@ -103,7 +100,7 @@ def _pair(run: Path, files: Sequence[_Records]) -> Iterator[Result]:
 
 
 def _read(file: Path) -> _Records:
-    tree = strict.load(file)
+    tree = codec.load(file)
     if isinstance(tree, dict) and {"plan", "runs"} <= tree.keys():
         tree = {"engram": {"schema": SECTION_SCHEMA, "verdicts": [], "evidence": [tree]}}
     section = tree.get("engram") if isinstance(tree, dict) else None

@@ -11,9 +11,10 @@ from typing import Any
 
 from pytest_engram import codec, gates
 from pytest_engram.errors import UsageError
-from pytest_engram.model import Problem, Status, Verdict
+from pytest_engram.model import Evidence, Problem, Status, Verdict
 from pytest_engram.report import figure, numbers, terminal
 from pytest_engram.report import markdown as page
+from pytest_engram.report.account import Account, numbered
 from pytest_engram.report.records import Result, read_results
 
 Evaluate = Callable[..., Verdict]  # gates.evaluate(evidence, prior=verdicts)
@@ -34,31 +35,46 @@ def gate_files(
     """
     found = read_results(paths)
     verdicts = _judge(found, evaluate)
-    lines = [line for verdict in verdicts for line in ("", *terminal.ladder(verdict))]
-    times = Counter(result.experiment for result in found)
-    lines += [f"{name}: {n} results, shown side by side and not pooled" for name, n in times.items() if n > 1]
+    shown, evidences, alike = _apart(found, verdicts)
+    lines = [*(line for verdict in shown for line in ("", *terminal.ladder(verdict))), *alike]
     if baseline is not None:
-        gaps, text = _against(found, verdicts, read_results([baseline]), Path(baseline), evaluate)
-        verdicts, lines = verdicts + gaps, lines + text
-    evidences = [result.evidence for result in found if result.evidence is not None]
+        base = read_results([baseline])
+        gaps, text = _against(zip(found, verdicts, shown, strict=True), base, Path(baseline), evaluate)
+        verdicts, shown, lines = verdicts + gaps, shown + gaps, lines + text
+    account = Account(shown, evidences)
     if markdown is not None:
         machine = evidences[0].provenance if evidences else {}
-        codec.write_atomic(markdown, page.render(verdicts, evidences, machine).encode())
+        codec.write_atomic(markdown, page.render(account, machine).encode())
         figure.write_figures(markdown.parent, evidences)
-    lines += ["", *terminal.explained(verdicts, evidences), *terminal.summary(verdicts)]
+    lines += ["", *terminal.explained(account), *terminal.summary(shown)]
     return verdicts, gates.exit_code(verdicts, require or None), lines
+
+
+def _apart(found: Sequence[Result], verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Evidence], list[str]]:
+    """Verdicts and evidence under names that tell results of one experiment apart, and which run each name means."""
+    names = numbered(result.experiment for result in found)
+    times = Counter(result.experiment for result in found)
+    shown = [replace(verdict, experiment=name) for name, verdict in zip(names, verdicts, strict=True)]
+    both = [*zip(names, found, strict=True)]
+    evidences = [_renamed(result.evidence, name) for name, result in both if result.evidence is not None]
+    lines = [f"{name}: {n} results, shown side by side and not pooled" for name, n in times.items() if n > 1]
+    lines += [f"  {name}  {result.run}" for name, result in both if times[result.experiment] > 1]
+    return shown, evidences, lines
+
+
+def _renamed(evidence: Evidence, name: str) -> Evidence:
+    chosen = replace(evidence.plan.experiment, id=name)
+    return replace(evidence, plan=replace(evidence.plan, experiment=chosen))
 
 
 def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:
     """A verdict per result; an experiment that requires others is judged after them, of its own run or its kin."""
     done: dict[int, Verdict] = {}
-    for number, result in sorted(enumerate(found), key=lambda pair: _requires(pair[1])):
+    needy = [bool(result.evidence and result.evidence.plan.experiment.requires) for result in found]
+    for number in sorted(range(len(found)), key=needy.__getitem__):
+        result = found[number]
         done[number] = _again(result, evaluate, [known for other, known in done.items() if _kin(found[other], result)])
     return [done[number] for number in range(len(found))]
-
-
-def _requires(result: Result) -> bool:
-    return bool(result.evidence and result.evidence.plan.experiment.requires)
 
 
 def _kin(one: Result, other: Result) -> bool:
@@ -94,15 +110,14 @@ def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verd
 
 
 def _decisive(verdict: Verdict) -> dict[str, Any]:
-    def pick(record: Any, at: str, *names: str) -> dict[str, Any]:
-        return {f"{at}{name}": getattr(value := getattr(record, name), "value", value) for name in names}
-
-    flat = pick(verdict, "", "status", "claim", "subject", "protocol_hash", "sentence")
-    for gate in verdict.gates:
-        at = f"gate {gate.gate} "
-        flat |= pick(gate, at, "status", "reason", "judged")
-        for effect in gate.effects:
-            flat |= pick(effect, f"{at}{effect.arm} {effect.metric} ", "estimate", "low", "high", "blocks")
+    tree = codec.to_builtins(verdict)
+    flat = {name: tree[name] for name in ("status", "claim", "subject", "protocol_hash", "sentence")}
+    for gate in tree["gates"]:
+        at = f"gate {gate['gate']}"
+        flat |= {f"{at} {name}": gate[name] for name in ("status", "reason", "judged")}
+        for effect in gate["effects"]:
+            at = f"gate {gate['gate']} {effect['arm']} {effect['metric']}"
+            flat |= {f"{at} {name}": effect[name] for name in ("estimate", "low", "high", "blocks")}
     return flat
 
 
@@ -112,21 +127,25 @@ def _close(old: Any, new: Any) -> bool:
 
 
 def _against(
-    found: Sequence[Result], verdicts: Sequence[Verdict], base: Sequence[Result], path: Path, evaluate: Evaluate
+    now: Iterable[tuple[Result, Verdict, Verdict]], base: Sequence[Result], path: Path, evaluate: Evaluate
 ) -> tuple[list[Verdict], list[str]]:
-    """Baseline and now side by side; two files share no schedule, so the difference is shown and not judged."""
+    """Baseline and now side by side; two files share no schedule, so the difference is shown and not judged.
+
+    ``now`` are (result, verdict, verdict under the name that is shown).
+    """
     before = {result.experiment: (result, then) for result, then in zip(base, _judge(base, evaluate), strict=True)}
-    gaps, lines = [], ["", f"against {path} (no common schedule: shown, not judged)"]
-    for result, verdict in zip(found, verdicts, strict=True):
+    gaps, lines, left_out = [], ["", f"against {path} (no common schedule: shown, not judged)"], dict(before)
+    for result, verdict, shown in now:
         name = verdict.experiment
+        left_out.pop(name, None)
         if name not in before:
             gaps.append(absent(verdict, "baseline-lacks-case", f"{path} has no {name}"))
         elif unlike := _unlike(before[name][0], result):
             gaps.append(absent(verdict, "baseline-not-comparable", f"{path} differs: {unlike}"))
         else:
-            lines += _side_by_side(before[name][1], verdict)
-    left_out = [then for name, (_, then) in before.items() if name not in {verdict.experiment for verdict in verdicts}]
-    gaps += [absent(then, "case-left-out", f"{path} has {then.experiment}, this run has not") for then in left_out]
+            lines += _side_by_side(before[name][1], shown)
+    for name, (_, then) in left_out.items():
+        gaps.append(absent(then, "case-left-out", f"{path} has {name}, this run has not"))
     return gaps, lines
 
 

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_engram import hypotheses, recommendation
-from pytest_engram.model import Claim, Evidence, GateResult, RunRecord, Status, Verdict
+from pytest_engram.model import Claim, GateResult, RunRecord, Status, Verdict
 from pytest_engram.report import numbers
+from pytest_engram.report.account import Account
 
 Markup = Callable[[str, Status], str]
 _STATUS = max(len(status.value) for status in Status)
@@ -67,15 +67,16 @@ def can_say(verdict: Verdict) -> str:
     return f"reported, no winner declared: {numbers.effects(found)}" if found else "reported, without an effect"
 
 
-def explained(verdicts: Sequence[Verdict], evidences: Sequence[Evidence], width: int = 100) -> list[str]:
+def explained(account: Account, width: int = 100) -> list[str]:
     """What the evidence says of the hypotheses, with the first line of why, and the advice of each experiment."""
+    if not account.evidences:
+        return []
     lines = ["hypotheses (they explain, no gate reads them)"]
-    for one in hypotheses.adjudicate(evidences, verdicts):
+    for one in account.hypotheses:
         lines += _wrap(f"{one.statement}: {one.lines[0]}", f"  {one.number} {one.outcome:10} ", width)
-    for verdict, evidence in hypotheses.pairs(verdicts, evidences):
-        if advice := evidence and recommendation.advice(evidence, verdict):
-            lines += _wrap(advice, f"  {verdict.experiment}  ", width)
-    return [*lines, ""] if evidences else []
+    for verdict, advice in zip(account.verdicts, account.advice, strict=True):
+        lines += _wrap(advice, f"  {verdict.experiment}  ", width) if advice else []
+    return [*lines, ""]
 
 
 def run_line(experiment: str, done: int, total: int, run: RunRecord, eta: float | None) -> str:

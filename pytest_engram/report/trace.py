@@ -65,10 +65,9 @@ def trace_events(pid: int, title: str, line: Timeline) -> Iterator[dict[str, Any
         yield piece(1, "hash", line.begin, ready, "kernel")
     for span in line.spans:
         yield piece(1, f"{span.name} layer {span.layer}", span.start, span.end)
-    marks = sorted(line.lookups, key=lambda mark: mark.submit)
-    for number, (mark, times) in enumerate(zip(marks, queue_report(line).lookups, strict=True)):
+    for number, mark in enumerate(sorted(line.lookups, key=lambda mark: mark.submit)):
         flow = pid << 16 | number << 1
-        args = {name: getattr(times, name) for name in ("layer", "queueing", "kernel", "exposed", "waited")}
+        args = {name: getattr(mark, name) for name in ("layer", "queueing", "kernel", "exposed", "waited")}
         launch = {"rows": mark.rows, "tiles": mark.tiles, "grid": [mark.grid, 1, 1], "correlation": flow}
         yield piece(1, f"submit layer {mark.layer}", mark.submit, mark.submit, "runtime", correlation=flow)
         yield piece(2, f"lookup layer {mark.layer}", mark.start, mark.done, "kernel", **args, **launch)
@@ -83,7 +82,7 @@ def report(path: Path, names: str = "") -> list[str]:
     lines, text = read(path, names)
     text.insert(0, f"{path}: {len(lines)} steps; a trace explains, it feeds no gate")
     for rank in dict.fromkeys(line.rank for line in lines):
-        found = [queue_report(o, tolerance_ns=TOLERANCE_NS, late_ns=float("inf")) for o in lines if o.rank == rank]
+        found = [queue_report(o, tolerance_ns=TOLERANCE_NS) for o in lines if o.rank == rank]
         faults = [f"step {step}: {one.reason}" for step, one in enumerate(found) if not one.serial]
         verdict = f"not a serial queue in {len(faults)} of" if faults else "one serial queue in"
         text += [f"rank {rank}: {verdict} {len(found)} steps", *faults[:3]]

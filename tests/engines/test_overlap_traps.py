@@ -4,7 +4,6 @@ A drifting machine is caught in ``tests/gates/test_gate_reasons.py`` (``machine-
 ``tests/gpu/test_timeline.py``; rows that a faulty engine gets wrong are the matter of ``tests/faults``.
 """
 
-import math
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from pytest_engram.engines.tables import table_views
 from pytest_engram.model import Claim, OverlapSample, Status, Workload
 from pytest_engram.queueing import queue_report
 from pytest_engram.report import markdown
+from pytest_engram.report.account import Account
 from pytest_engram.serving.replay import fixed_batches
 
 EARLY, ROWS_BYTES = StepSettings(submission="early"), 16 * 2 * 6 * 66
@@ -164,7 +164,7 @@ def test_a_sound_engine_is_no_trap(judge):
     """The control of all traps: one serial queue passes the checks that name them, within the timer's resolution."""
     verdict, lines = judge(CpuEngine, Late())
     assert verdict.status is not Status.INVALID, verdict.gates[2]
-    assert all(queue_report(line, tolerance_ns=2_000, late_ns=math.inf).serial for line in lines)
+    assert all(queue_report(line, tolerance_ns=2_000).serial for line in lines)
 
 
 def test_two_streams_are_no_serial_queue(judge):
@@ -218,7 +218,7 @@ def test_repeated_rows_are_named(judge, laboratory):
         evidence = laboratory.evidence("B1", claim=Claim.IMPROVES, workload=Workload(reuse="repeated"))
         work = replace(evidence.plan.experiment.workload, reuse=reuse)
         plan = replace(evidence.plan, experiment=replace(evidence.plan.experiment, workload=work))
-        text = markdown.render([verdict], [replace(evidence, plan=plan)], {})
+        text = markdown.render(Account([verdict], [replace(evidence, plan=plan)]), {})
         assert ("a gain may be a cache's" in text) == named
 
 
@@ -231,6 +231,6 @@ def test_a_queue_on_a_drifting_clock_is_named(judge):
                  for m in line.lookups]  # fmt: skip
         return replace(line, lookups=tuple(marks))
 
-    report = queue_report(drifted(lines[0]), tolerance_ns=2_000, late_ns=math.inf)
+    report = queue_report(drifted(lines[0]), tolerance_ns=2_000)
     assert not report.serial
     assert "its consumer passed" in report.reason

@@ -5,7 +5,6 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from pytest_engram.errors import UsageError
 from pytest_engram.model import ServingPlan, Slo, Workload
 from pytest_engram.serving.replay import fixed_batches, make_load
 
@@ -40,12 +39,6 @@ def test_load_has_the_shape_that_was_asked_for():
     assert [request.arrival_s for request in fixed] == pytest.approx([(i + 1) / 50 for i in range(400)])
 
 
-def test_unknown_arrivals_are_refused():
-    """A misspelt arrival process is a usage error."""
-    with pytest.raises(UsageError, match="poisson"):
-        make_load(plan(arrivals="uniform"), 3, 1000)
-
-
 def test_states_of_fixed_batches():
     """Low-reuse draws fresh tokens every step, repeated keeps the first ones; both start alike, by the seed."""
     fresh, same = (list(islice(fixed_batches(Workload(tokens=32), 1, 9000, s), 3)) for s in ("low-reuse", "repeated"))
@@ -53,9 +46,3 @@ def test_states_of_fixed_batches():
     assert np.array_equal(fresh[0].token_ids, same[0].token_ids)
     assert np.mean(fresh[0].token_ids == fresh[1].token_ids) < 0.1
     assert all(len(batch.token_ids) == 32 and (batch.window >= 0).all() for batch in fresh)
-
-
-def test_unknown_state_is_refused():
-    """A misspelt state is a usage error."""
-    with pytest.raises(UsageError, match="low-reuse"):
-        next(fixed_batches(Workload(), 1, 9000, "cold"))

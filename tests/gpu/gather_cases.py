@@ -22,7 +22,7 @@ import torch
 from pytest_engram.backends.protocol import TableShard
 from pytest_engram.errors import UsageError
 from pytest_engram.gpu.gather import lookup
-from pytest_engram.ledger import LaunchShape as Shape
+from pytest_engram.ledger import Launch as Shape
 from pytest_engram.rows import lookup_rows, product_table, same_bits, synthetic_rows
 
 HEADS, DIM = 4, 256

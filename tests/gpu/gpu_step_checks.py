@@ -139,7 +139,7 @@ def check_timelines() -> dict[str, Any]:
         for chosen in (settings, captured(settings)):
             where = f"{name}, {'graph' if chosen.graph else 'eager'}"
             lines = [one.step(batch(seed), chosen, marks=True, index=seed).timeline for seed in range(8)][2:]
-            found = [queue_report(line, tolerance_ns=one.resolution_ns, late_ns=math.inf) for line in lines]
+            found = [queue_report(line, tolerance_ns=one.resolution_ns) for line in lines]
             reasons = [each.reason for each in found if each.reason]
             report[where] = {"serial": len(found) - len(reasons), "of": len(found), "reason": (reasons or [None])[0],
                              "lookups_us": [_microseconds(each) for each in found[-1].lookups]}  # fmt: skip

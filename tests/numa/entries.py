@@ -175,22 +175,6 @@ def patient(group: Any, payload: dict[str, Any]) -> float:
     return time.monotonic() - begin
 
 
-def audit_peer(group: Any, payload: dict[str, Any]) -> list[Any]:
-    """Rank 0 audits rank 1's mapping by pid."""
-    table = build_table(group, placement(payload), payload["bytes"])
-    told = group.all_gather([os.getpid(), table.address], step="addresses")
-    seen = None
-    if group.rank == 0:
-        pid, address = told[1]
-        seen = pages.audit_range(
-            address, table.backing.nbytes, rank=1, moment=Moment.LOADED, table=0, identity=table.identity, pid=pid
-        )
-    group.barrier(step="audited")
-    own = table.distributions[0]
-    table.close()
-    return [to_builtins(seen), to_builtins(own)]
-
-
 def without_mbind(group: Any, payload: dict[str, Any]) -> Any:
     """Forbid ``mbind`` with a real seccomp filter, as container runtimes do, then build a table."""
     forbid({"x86_64": 237, "aarch64": 235}[platform.machine()])

@@ -9,8 +9,6 @@ import mmap
 import os
 import resource
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -134,26 +132,6 @@ def test_a_forbidden_query_names_the_capability(memfd: Backing, monkeypatch: pyt
         audit(memfd)
 
 
-def test_another_users_process_is_named_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K6: without ptrace rights the audit says which right is missing."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to become another user")
-    code = """
-import os
-from pytest_engram.numa import pages
-from pytest_engram.errors import PlacementError
-parent = os.getppid()
-os.setresuid(65534, 65534, 65534)
-try:
-    pages.mapped_vmas(4096, 4096, pid=parent)
-except PlacementError as error:
-    print(error)
-"""
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert f"smaps of process {os.getpid()}: Permission denied" in said
-    assert "CAP_SYS_PTRACE" in said
-
-
 @pytest.mark.parametrize(
     "numbers", [[], [-2] * 3, [0] * 5, [1, 0, 3, 1], [0, -2, 5, -14], [300, 1, 300], [255, 255, 256]]
 )
@@ -205,41 +183,6 @@ def test_a_full_models_pages_are_audited_exactly_in_ten_seconds() -> None:
     finally:
         libc.munmap(base, total)
         backing.close()
-
-
-def test_a_sampled_audit_states_its_bound(memfd: Backing) -> None:
-    """One page per stratum is asked, the same ones at every look; the share is right within the stated bound."""
-    for page in range(20):
-        memfd.mapped[page * 4096] = 1
-    seen, again, all_asked = (sampled(memfd, sample) for sample in (16, 16, 64))
-    assert (seen.pages, seen.unplaced) == (again.pages, again.unplaced)
-    assert seen.sample_bound == pytest.approx(1.96 * (0.25 / 16) ** 0.5)
-    assert sum(seen.pages.values()) + seen.unplaced["ENOENT"] == 16
-    assert seen.covered_bytes == 16 * 4096  # less than the table: gate 1 refuses a sample
-    assert abs(seen.pages[0] / 16 - 20 / 64) <= seen.sample_bound
-    assert (all_asked.pages, all_asked.sample_bound) == ({0: 20}, 0.0)
-
-
-def sampled(backing: Backing, sample: int) -> PageDistribution:
-    """Audit ``sample`` pages of the object."""
-    return pages.audit_range(
-        backing.address, SIZE, rank=0, moment=Moment.LOADED, table=0, identity=backing.identity, sample=sample
-    )
-
-
-@pytest.mark.parametrize(("told", "agree"), [({0: 44, 1: 20}, True), ({0: 12, 1: 52}, False)])
-def test_a_sample_is_compared_within_its_bound(
-    memfd: Backing, monkeypatch: pytest.MonkeyPatch, told: dict[int, int], *, agree: bool
-) -> None:
-    """numa_maps may differ from 16 sampled pages by twice the bound (49 %), and not by more."""
-    memfd.mapped[:] = b"\1" * SIZE
-    honest = pages.procfs.parse_numa_maps_line
-    monkeypatch.setattr(pages.procfs, "parse_numa_maps_line", lambda line: replace(honest(line), pages=told))
-    if agree:
-        assert sampled(memfd, 16).pages == {0: 16}
-    else:
-        with pytest.raises(PlacementError, match="pages per node and move_pages"):
-            sampled(memfd, 16)
 
 
 @pytest.mark.parametrize("period", [2, 10, 20])

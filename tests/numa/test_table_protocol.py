@@ -146,13 +146,6 @@ def test_a_real_seccomp_filter_is_named(world: Any) -> None:
     assert caught.value.code == "blocked-by-sandbox"
 
 
-def test_a_peer_can_audit_another_process(world: Any) -> None:
-    """An audit by pid sees the peer's own mapping of the same pages."""
-    (seen, own), (_, peers_own) = world("audit_peer")
-    assert seen["address"] == peers_own["address"]
-    assert seen["pages"] == own["pages"] == {"0": PAGES}
-
-
 def test_a_table_that_does_not_fit_is_refused_before_it_is_created() -> None:
     """K31: too large for /dev/shm or a node is a UsageError with both numbers, not SIGBUS or the OOM killer."""
     with pytest.raises(UsageError, match="the tables need 1099511627776 bytes") as caught:

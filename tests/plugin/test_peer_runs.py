@@ -16,8 +16,8 @@ from pytest_engram.hashing import hash_ids, synthetic_token_map
 from pytest_engram.model import Evidence, RunRecord, Status
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.peer import Peer
-from pytest_engram.replay import VOCABULARY
 from pytest_engram.planning import step_ledger
+from pytest_engram.replay import VOCABULARY
 from pytest_engram.serving.replay import fixed_batches
 from pytest_engram.session import this_machine
 

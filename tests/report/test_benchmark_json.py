@@ -17,6 +17,7 @@ import pytest_engram.codec
 from pytest_engram import codec
 from pytest_engram.model import CorrectnessSample, MetricRule
 from pytest_engram.report import benchmark, records
+from pytest_engram.report.account import Account
 
 ROOT = str(Path(pytest_engram.codec.__file__).parents[1])
 ITEMS = """
@@ -52,7 +53,9 @@ def _python(folder, *arguments):
 
 
 def _pytest(folder, *arguments):
-    return _python(folder, "pytest", "-p", "no:engram", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+    unused = ("engram", "cacheprovider", "xdist", "hypothesispytest")
+    absent = [word for name in unused for word in ("-p", f"no:{name}")]
+    return _python(folder, "pytest", *absent, *arguments)
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def test_pytest_benchmark_reads_exactly_our_samples(project, make_evidence, make
         assert found[arm]["options"]["timer"] == "pytest_engram.replay"
         assert found[arm]["group"] == "engram B1"
     assert found["A"]["stats"]["rounds"] == 4
-    section = records.engram_section([make_verdict()], [evidence], {})
+    section = records.engram_section(Account([make_verdict()], [evidence]), {})
     benchmark.add_engram_section(project / "run.json", section)
     compared = _python(project, "pytest_benchmark", "compare", "run.json", "--columns=min,rounds")
     assert compared.returncode == 0, compared.stderr
@@ -151,7 +154,7 @@ def test_a_file_is_written_where_pytest_benchmark_wrote_none(tmp_path, make_verd
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
+    benchmark.add_engram_section(path, records.engram_section(Account([make_verdict()], []), {}))
     assert _strict(path)["engram"]["verdicts"][0]["experiment"] == "B1"
     assert _strict(path)["benchmarks"] == []
     compared = _python(tmp_path, "pytest_benchmark", "compare", "run.json")
@@ -163,7 +166,7 @@ def test_nan_of_others_becomes_null_and_is_listed(tmp_path, make_verdict):
     """X4: pytest-benchmark's bare NaN does not stay in the file, and the place is named."""
     path = tmp_path / "run.json"
     path.write_text('{"benchmarks": [{"stats": {"ops": NaN, "min": 1}}], "version": "5"}')
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
+    benchmark.add_engram_section(path, records.engram_section(Account([make_verdict()], []), {}))
     tree = _strict(path)
     assert tree["benchmarks"] == [{"stats": {"ops": None, "min": 1}}]
     assert tree["engram"]["replaced"] == ["$.benchmarks[0].stats.ops"]
@@ -173,7 +176,7 @@ def test_a_broken_file_is_kept_aside(tmp_path, make_verdict):
     """What pytest-benchmark left half-written is not lost and not parsed: ours is whole, theirs is `.broken`."""
     path = tmp_path / "run.json"
     path.write_text('{"benchmarks": [{"st')
-    benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
+    benchmark.add_engram_section(path, records.engram_section(Account([make_verdict()], []), {}))
     assert _strict(path)["benchmarks"] == []
     assert (tmp_path / "run.json.broken").read_text() == '{"benchmarks": [{"st'
 
@@ -181,7 +184,7 @@ def test_a_broken_file_is_kept_aside(tmp_path, make_verdict):
 def test_adding_twice_changes_nothing(tmp_path, make_verdict):
     """The section replaces itself."""
     path = tmp_path / "run.json"
-    section = records.engram_section([make_verdict()], [], {})
+    section = records.engram_section(Account([make_verdict()], []), {})
     benchmark.add_engram_section(path, section)
     first = path.read_bytes()
     benchmark.add_engram_section(path, section)
@@ -198,7 +201,7 @@ def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path, make_verdict, monke
 
     monkeypatch.setattr("os.replace", crash)
     with pytest.raises(OSError, match="disk full"):
-        benchmark.add_engram_section(path, records.engram_section([make_verdict()], [], {}))
+        benchmark.add_engram_section(path, records.engram_section(Account([make_verdict()], []), {}))
     assert path.read_text() == '{"benchmarks": []}'
     assert list(tmp_path.iterdir()) == [path]
 

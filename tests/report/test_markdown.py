@@ -10,6 +10,7 @@ import pytest
 
 from pytest_engram.model import PlacementSample, Problem, Span, StartupSample, StepReceipt, SweepSample, WorkerPolicy
 from pytest_engram.report import figure, markdown
+from pytest_engram.report.account import Account
 
 PROVENANCE = {"command": "pytest -m overlap", "kernel": {"release": "6.18", "numa_balancing": 0}, "gpu": None}
 
@@ -17,7 +18,7 @@ PROVENANCE = {"command": "pytest -m overlap", "kernel": {"release": "6.18", "num
 @pytest.fixture
 def page(make_verdict, make_evidence):
     """A page of one passed experiment."""
-    return markdown.render([make_verdict()], [make_evidence()], PROVENANCE)
+    return markdown.render(Account([make_verdict()], [make_evidence()]), PROVENANCE)
 
 
 def _rows(page, title):
@@ -55,7 +56,7 @@ def test_every_kind_of_evidence_has_its_table(page):
 
 def test_effects_keep_their_blocks(characterised, make_evidence):
     """An effect is shown with its interval, its p-value and every block, in per cent."""
-    page = markdown.render([characterised], [make_evidence("A1")], {})
+    page = markdown.render(Account([characterised], [make_evidence("A1")]), {})
     assert _rows(page, "Effects")[0] == ["2", "B", "lookup", "−3.1 %", "[−4.0, −2.2]", "0.0040", "8", "−3.5 −2.8"]
     assert "reported, not judged" in page
 
@@ -65,7 +66,7 @@ def test_what_it_does_not_prove_is_said(page, make_verdict):
     assert "nothing here speaks of a served engine" in page
     assert "no PCIe link took part" in page
     assert "goodput are not measured" in page
-    modules = markdown.render([make_verdict(subject="engine modules")], [], {})
+    modules = markdown.render(Account([make_verdict(subject="engine modules")], []), {})
     assert "Subject 'engine modules': nothing here speaks of a served engine." in modules
     assert "There is no evidence behind this verdict." in modules
 
@@ -73,7 +74,7 @@ def test_what_it_does_not_prove_is_said(page, make_verdict):
 def test_cells_cannot_break_the_table(make_verdict, make_evidence):
     """Pipes, newlines, tags and links in texts of people stay text."""
     gate = {"observed": "a | b\n| c", "reason": "x", "next_step": "<img src=x> [y](z) `q`"}
-    page = markdown.render([make_verdict("FAIL", at=1, gate=gate, title="T | U")], [make_evidence()], {})
+    page = markdown.render(Account([make_verdict("FAIL", at=1, gate=gate, title="T | U")], [make_evidence()]), {})
     row = next(line for line in page.split("\n") if line.startswith("| 1   | treatment"))
     assert r"a \| b \| c" in row
     assert r"\<img src=x> [y]\(z) \`q\`" in row
@@ -85,7 +86,7 @@ def test_equal_problems_share_a_row(make_verdict, make_evidence, make_run):
     """A problem of many runs is one line with its count, so a broken machine does not fill the page."""
     lost = Problem(code="peer-died", message="rank 1 died", who="rank 1")
     runs = tuple(make_run(n, "B", problems=(lost,)) for n in range(6))
-    page = markdown.render([make_verdict()], [make_evidence(runs=runs)], {})
+    page = markdown.render(Account([make_verdict()], [make_evidence(runs=runs)]), {})
     assert _rows(page, "Problems") == [["B", "INVALID", "peer-died", "rank 1", "", "rank 1 died", "6"]]
 
 
@@ -98,7 +99,7 @@ def test_a_tables_size_is_cross_checked(make_verdict, make_evidence, make_run):
     def page(*found):
         samples = tuple(PlacementSample(rank=one.rank, distributions=(one,)) for one in found)
         evidence = make_evidence(runs=(replace(run, placement=samples),))
-        return _rows(markdown.render([make_verdict()], [evidence], {}), "What each table took")
+        return _rows(markdown.render(Account([make_verdict()], [evidence]), {}), "What each table took")
 
     assert page(pages, other) == [
         ["A", "0", "loaded", "2", "4.0 MiB", "4.0 MiB", "node 0 3.0 MiB, node 1 1.0 MiB", "bind:0", "1"]
@@ -112,10 +113,12 @@ def test_workers_and_the_prediction_are_shown(make_verdict, make_evidence, make_
     worker = WorkerPolicy(rank=1, cpus_allowed="4-7", mems_allowed="0-1", task_policy="bind", task_nodes=(1,),
                           staging="NUMA node 1 100%")  # fmt: skip
     runs = tuple(make_run(n, placement=(PlacementSample(rank=1, distributions=(), worker=worker),)) for n in (0, 2))
-    page = markdown.render([make_verdict()], [make_evidence(runs=runs, direction_note="the | wait shrinks")], {})
+    page = markdown.render(
+        Account([make_verdict()], [make_evidence(runs=runs, direction_note="the | wait shrinks")]), {}
+    )
     assert _rows(page, "Workers") == [["A", "1", "4-7", "0-1", "bind 1", "NUMA node 1 100%", "2"]]
     assert "**Predicted**: the \\| wait shrinks." in page
-    bare = markdown.render([make_verdict()], [make_evidence()], {})
+    bare = markdown.render(Account([make_verdict()], [make_evidence()]), {})
     assert "Workers" not in bare
     assert "Predicted" not in bare
 
@@ -124,11 +127,11 @@ def test_workers_and_the_prediction_are_shown(make_verdict, make_evidence, make_
 def test_the_page_is_bounded(make_verdict, make_evidence, limit):
     """X10: a page never exceeds its limit in bytes, keeps its head, and says that it was cut."""
     many = {f"key {n}": "ü–" * 100 for n in range(2000)}
-    page = markdown.render([make_verdict()], [make_evidence()], {"command": "pytest", **many}, limit=limit)
+    page = markdown.render(Account([make_verdict()], [make_evidence()]), {"command": "pytest", **many}, limit=limit)
     assert len(page.encode()) <= limit
     assert page.startswith("# Engram gates")
     assert "**Cut here:**" in page.rstrip().split("\n")[-1]
-    assert "Cut here" not in markdown.render([make_verdict()], [make_evidence()], PROVENANCE)
+    assert "Cut here" not in markdown.render(Account([make_verdict()], [make_evidence()]), PROVENANCE)
 
 
 def test_the_default_bound_is_below_what_ci_drops():
@@ -138,21 +141,23 @@ def test_the_default_bound_is_below_what_ci_drops():
 
 def test_one_long_value_does_not_fill_the_page(make_verdict):
     """A provenance value is shortened with its true length."""
-    page = markdown.render([make_verdict()], [], {"dmesg": "x" * 10_000})
+    page = markdown.render(Account([make_verdict()], []), {"dmesg": "x" * 10_000})
     assert "(10000 characters)" in page
     assert len(page) < 5_000
 
 
 def test_no_verdicts_is_said():
     """An empty run renders a page that claims nothing."""
-    page = markdown.render([], [], {})
+    page = markdown.render(Account([], []), {})
     assert "No experiment was judged" in page
 
 
 def test_the_word_appears_only_through_the_verdicts_sentence(make_verdict, make_evidence, page, characterised):
     """The page's own words never speak of a speed-up; the verdict's sentence does."""
-    assert "speed" not in (page + markdown.render([characterised], [], {})).lower()
-    spoken = markdown.render([replace(make_verdict(), sentence="B1: a speed-up of 4.6 %")], [make_evidence()], {})
+    assert "speed" not in (page + markdown.render(Account([characterised], []), {})).lower()
+    spoken = markdown.render(
+        Account([replace(make_verdict(), sentence="B1: a speed-up of 4.6 %")], [make_evidence()]), {}
+    )
     assert spoken.count("speed-up") == 1
 
 
@@ -161,7 +166,7 @@ def test_two_evidences_of_one_experiment_keep_apart(make_verdict, make_evidence,
     slow = make_run(0, "A", startup=(StartupSample(rank=0, receipts=(
         StepReceipt(step="register", rank=0, seconds=16.4, minor_faults=(0, 0), object_pages=None, mapped_pages=None),
     )),))  # fmt: skip
-    page = markdown.render([make_verdict()] * 2, [make_evidence(), make_evidence(runs=(slow,))], {})
+    page = markdown.render(Account([make_verdict()] * 2, [make_evidence(), make_evidence(runs=(slow,))]), {})
     first, second = page.split("## B1")[1:]
     assert "pre-touch" in first
     assert "register" in second
@@ -180,7 +185,9 @@ def test_each_kind_of_bytes_has_its_own_time(make_verdict, make_evidence, make_r
                       staging_bytes=2 << 20, distinct_bytes=405_504)  # fmt: skip
     evidence = make_evidence(runs=(replace(run, overlap=(overlap,)),))
     evidence = replace(evidence, plan=replace(evidence.plan, rows=10_000))
-    rows = {row[2]: row[3:] for row in _rows(markdown.render([make_verdict()], [evidence], {}), "Bytes per step")}
+    rows = {
+        row[2]: row[3:] for row in _rows(markdown.render(Account([make_verdict()], [evidence]), {}), "Bytes per step")
+    }
     assert rows["source"][1:3] == ["2.0 µs", "405.5 GB/s"]
     assert "rows 1,536, tiles 96, grid 66; 50.0% read again" in rows["source"][3]
     assert rows["source, nothing beside it"][1:3] == ["1.0 µs", "811.0 GB/s"]
@@ -198,9 +205,9 @@ def test_layers_are_listed_where_arms_differ(make_verdict, make_evidence, make_r
         line = replace(one.overlap[0].timelines[0], spans=spans)
         return replace(one, overlap=(replace(one.overlap[0], timelines=(line,)),))
 
-    page = markdown.render([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 900)))], {})
+    page = markdown.render(Account([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 900)))]), {})
     assert _rows(page, "Time by layer") == [["0", "400 ns", "900 ns"]]
-    alike = markdown.render([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 410)))], {})
+    alike = markdown.render(Account([make_verdict()], [make_evidence(runs=(run(0, "A", 400), run(1, "B", 410)))]), {})
     assert "Time by layer" not in alike
 
 
@@ -221,13 +228,13 @@ def swept(make_evidence, make_run):
 
 def test_the_sweep_shows_peers_and_interference(make_verdict, swept):
     """Per arm, batch size and peers: lookups, their P95, what the peers read together, and the slowed main compute."""
-    page = markdown.render([make_verdict()], [swept], {})
+    page = markdown.render(Account([make_verdict()], [swept]), {})
     rows = {tuple(row[:3]): row[3:] for row in _rows(page, "Batch sizes")}
     assert rows["B", "64", "1"] == ["2.0 µs", "2.0 µs", "405.5 GB/s", "0 ns", "1.3 µs", "+25.0 %", "1"]
     assert rows["B", "64", "2"][2] == "811.0 GB/s"
     assert rows["A", "64", "1"][5] == "+0.0 %"
     assert "![main compute beside lookups](interference-B1.svg)" in page
-    assert "svg" not in markdown.render([make_verdict()], [replace(swept, runs=())], {})
+    assert "svg" not in markdown.render(Account([make_verdict()], [replace(swept, runs=())]), {})
 
 
 def test_the_map_counts_no_run_with_a_problem(swept):
@@ -253,9 +260,9 @@ def test_the_map_is_a_picture_that_stands_alone(tmp_path, swept):
 
 def test_hypotheses_stand_before_the_experiments(make_verdict, make_evidence):
     """All four have their outcome and what is missing; without evidence there is no such table."""
-    page = markdown.render([make_verdict()], [make_evidence()], {})
+    page = markdown.render(Account([make_verdict()], [make_evidence()]), {})
     titles = re.findall(r"^(\d)\. .*: \*\*undecided\*\*\n\n   - ", page, re.M)
     assert titles == ["1", "2", "3", "4"]
     assert page.index("## Hypotheses") < page.index("## B1")
     assert "no recommendation: no-schedule" in page
-    assert "Hypotheses" not in markdown.render([make_verdict()], [], {})
+    assert "Hypotheses" not in markdown.render(Account([make_verdict()], []), {})

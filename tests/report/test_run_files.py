@@ -11,6 +11,7 @@ from pytest_engram import codec
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Evidence, Status, SweepSample
 from pytest_engram.report import records, results
+from pytest_engram.report.account import Account
 from pytest_engram.report.records import write_run
 
 
@@ -34,7 +35,7 @@ def judge(make_verdict):
 def folder(tmp_path, make_evidence, judge):
     """A run folder with the experiment B1."""
     evidence = make_evidence()
-    write_run(tmp_path / "run", [judge(evidence)], [evidence], command=["pytest", "-m", "overlap"])
+    write_run(tmp_path / "run", Account([judge(evidence)], [evidence]), command=["pytest", "-m", "overlap"])
     judge.calls.clear()
     return tmp_path / "run"
 
@@ -61,11 +62,13 @@ def test_evidence_survives_the_disk(folder, make_evidence):
 def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evidence, judge):
     """Nothing overwrites anything; both come back and neither is pooled with the other."""
     pair = [make_evidence(), make_evidence()]
-    write_run(tmp_path, [judge(each) for each in pair], pair)
+    write_run(tmp_path, Account([judge(each) for each in pair], pair))
     assert (tmp_path / "evidence-B1.2.json").exists()
     verdicts, _code, lines = results.gate_files([tmp_path], evaluate=judge)
     assert [verdict.experiment for verdict in verdicts] == ["B1", "B1"]
     assert "B1: 2 results, shown side by side and not pooled" in lines
+    assert [line.split()[0] for line in lines[-2:]] == ["B1", "B1.2"]
+    assert f"  B1.2  {tmp_path}" in lines
 
 
 def test_the_verdict_file_stands_for_its_run(folder, judge):
@@ -186,7 +189,7 @@ def test_an_edited_effect_is_found_out_but_not_its_last_bit(tmp_path, make_evide
     def evaluate(evidence, prior=()):
         return characterised
 
-    write_run(tmp_path, [characterised], [make_evidence("A1")])
+    write_run(tmp_path, Account([characterised], [make_evidence("A1")]))
     effect = ("engram", "verdicts", 0, "gates", 2, "effects", 0)
 
     def set_estimate(value):
@@ -217,7 +220,7 @@ def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
     """A run without evidence claims nothing: judged again it says why, and only NOT_MEASURED is taken at its word."""
     why = {"reason": "too-few-memory-nodes", "observed": "needs two memory NUMA nodes, found one"}
     for status, reason in (("NOT_MEASURED", "too-few-memory-nodes"), ("PASS", "no-evidence")):
-        write_run(tmp_path / status, [make_verdict(status, at=0, gate=why)], [])
+        write_run(tmp_path / status, Account([make_verdict(status, at=0, gate=why)], []))
         (verdict,), code, _ = results.gate_files([tmp_path / status])
         assert (verdict.status, verdict.gates[0].reason, code) == (Status.NOT_MEASURED, reason, 12)
         assert {gate.status for gate in verdict.gates[1:]} == {Status.BLOCKED}
@@ -226,7 +229,7 @@ def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
 def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
     """A3 sees A1 and B1 of its own run, whatever the order of the files."""
     run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]
-    write_run(tmp_path, [judge(each) for each in run], run)
+    write_run(tmp_path, Account([judge(each) for each in run], run))
     judge.calls.clear()
     results.gate_files([tmp_path], evaluate=judge)
     assert judge.calls[-1] == ("A3", ["A1", "B1"])
@@ -239,14 +242,14 @@ def test_another_file_counts_only_with_an_equal_fingerprint(tmp_path, make_evide
     b1, a3 = make_evidence("B1"), make_evidence("A3", requires=("B1",))
     a3 = replace(a3, runs=(replace(run, fingerprint={**run.fingerprint, key: "other"}),))
     for name, evidence in (("b", b1), ("a", a3)):
-        write_run(tmp_path / name, [judge(evidence)], [evidence])
+        write_run(tmp_path / name, Account([judge(evidence)], [evidence]))
     judge.calls.clear()
     results.gate_files([tmp_path / "a", tmp_path / "b"], evaluate=judge)
     assert judge.calls[-1] == ("A3", seen)
 
 
 def _baseline(tmp_path, judge, evidences):
-    write_run(tmp_path / "base", [judge(each) for each in evidences], evidences)
+    write_run(tmp_path / "base", Account([judge(each) for each in evidences], evidences))
     return tmp_path / "base"
 
 
@@ -310,7 +313,7 @@ def test_a_crash_while_writing_leaves_the_old_file(folder, monkeypatch):
 
 def test_a_section_embeds_or_names_its_evidence(folder, make_evidence, make_verdict):
     """A section stands alone unless its evidence lies in files beside it; NaN in provenance is null and listed."""
-    whole = records.engram_section([make_verdict()], [make_evidence()], {"load": float("nan")})
+    whole = records.engram_section(Account([make_verdict()], [make_evidence()]), {"load": float("nan")})
     assert len(whole["evidence"]) == 1
     assert (whole["provenance"]["load"], whole["replaced"]) == (None, ["$.engram.provenance.load"])
     named = json.loads((folder / "verdict.json").read_text())["engram"]
@@ -332,7 +335,7 @@ def test_hypotheses_and_advice_travel(folder, judge, make_evidence):
         (n, "undecided") for n in (1, 2, 3, 4)
     ]
     assert section["advice"][0].startswith("no recommendation: ")
-    write_run(folder.parent / "b2", [judge(make_evidence("B2"))], [make_evidence("B2")])
+    write_run(folder.parent / "b2", Account([judge(make_evidence("B2"))], [make_evidence("B2")]))
     _, _, lines = results.gate_files([folder, folder.parent / "b2"], evaluate=judge)
     text = " ".join(" ".join(lines).split())
     assert text.count("hypotheses (they explain, no gate reads them)") == 1
@@ -344,7 +347,7 @@ def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
     cell = SweepSample(rank=0, tokens=8, peers=1, lookup_ns=(9,), exposed_ns=(0,), main_ns=(3,), quiet_main_ns=(2,),
                        source_bytes=2112)  # fmt: skip
     evidence = make_evidence(runs=(make_run(0, "A", sweep=(cell,)),))
-    write_run(tmp_path / "run", [judge(evidence)], [evidence])
+    write_run(tmp_path / "run", Account([judge(evidence)], [evidence]))
     results.gate_files([tmp_path / "run"], markdown=tmp_path / "again" / "page.md", evaluate=judge)
     for page in (tmp_path / "run" / "report.md", tmp_path / "again" / "page.md"):
         assert "(interference-B1.svg)" in page.read_text()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_engram import codec as strict
 from pytest_engram.errors import UsageError
-from pytest_engram.report import strict
 
 
 def _refuse(name):
@@ -65,13 +65,11 @@ def test_bytes_that_are_not_utf8_name_their_offset(tmp_path):
 
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-_TREES = st.recursive(_LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+_TREES = st.recursive(_LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.dictionaries(st.text(), st.recursive(_LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-)
+@given(st.dictionaries(st.text(), _TREES, max_size=4))
 def test_anything_becomes_strict_json(tree):
     """X4: any tree, NaN and infinities included, is written so that the strictest reader takes it back."""
     clean, lost = strict.finite(tree)

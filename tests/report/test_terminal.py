@@ -10,6 +10,7 @@ import pytest
 from pytest_engram import gates
 from pytest_engram.model import GATE_NAMES, Claim, Effect, Problem, Status
 from pytest_engram.report import numbers, terminal
+from pytest_engram.report.account import Account
 
 STOPS = {"reason": "exposed-wait-did-not-move", "observed": "exposed wait −0.4 % [−1.2, +0.5]",
          "next_step": "look at the timeline: the first consumer may wait for another dependency"}  # fmt: skip
@@ -187,8 +188,18 @@ def test_an_experiment_is_named_once(make_experiment):
 
 def test_hypotheses_are_short(make_verdict, make_evidence):
     """One entry per hypothesis and one per experiment, within the width; nothing where nothing was measured."""
-    lines = terminal.explained([make_verdict()], [make_evidence()], width=80)
+    lines = terminal.explained(Account([make_verdict()], [make_evidence()]), width=80)
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines if line[2:3].isdigit()] == [[str(n), "undecided"] for n in (1, 2, 3, 4)]
     assert any(line.startswith("  B1  no recommendation: ") for line in lines)
-    assert terminal.explained([make_verdict()], []) == []
+    assert terminal.explained(Account([make_verdict()], [])) == []
+
+
+@pytest.mark.parametrize(("code", "step"), [
+    ("no-candidate", "name the build of the patch with --engram-candidate"),
+    ("over-time-budget", "raise --engram-time-budget"), ("no-gpu-driver", "measure where this is available"),
+])  # fmt: skip
+def test_the_next_step_is_one_that_helps(make_experiment, code, step):
+    """What an option left out is not sent to another machine; what this machine lacks is."""
+    problem = Problem(code=code, message="absent", status=Status.NOT_MEASURED)
+    assert gates.not_measured(make_experiment("B1"), problem).gates[0].next_step.startswith(step)

@@ -33,8 +33,8 @@ def backend(name="engine", differences=(), capabilities=("hash",)):
 def cases(monkeypatch):
     """Four lines: good, bad, half bad, and one that needs a capability."""
     words = (("fine", "H1", good), ("broken", "H2", wrong), ("one", "H3", good), ("two", "H3", wrong))
-    made = [Case(name, contract, "hash", run=run, compact=False) for name, contract, run in words]
-    made.append(Case("gated", "L11", "gate", run=good, compact=False))
+    made = [Case(name, contract, "hash", check=run, compact=False) for name, contract, run in words]
+    made.append(Case("gated", "L11", "gate", check=good, compact=False))
     monkeypatch.setattr(module, "CASES", made)
     return made
 
@@ -88,8 +88,8 @@ def test_every_engine_has_its_column_and_receipt():
 @pytest.mark.parametrize(("bad", "code"), [(wrong, 1), (good, 0)])
 def test_command_writes_the_table_and_tells_failure(monkeypatch, capsys, bad, code):
     """The command loads the named backends, writes their table, and returns 1 only if a line is broken."""
-    monkeypatch.setattr(module, "CASES", [Case("one", "H1", "hash", run=bad, compact=False)])
-    monkeypatch.setattr(module, "load_backend", backend)
+    monkeypatch.setattr(module, "CASES", [Case("one", "H1", "hash", check=bad, compact=False)])
+    monkeypatch.setattr("pytest_engram.backends.load_backend", backend)
     assert cli.main(["conformance", "a@1", "a@2"]) == code
     printed = capsys.readouterr().out
     assert line(printed, "H1")[2].startswith("fail" if code else "pass")
