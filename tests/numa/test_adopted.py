@@ -94,6 +94,20 @@ def test_the_emulated_registration_faults_in_its_caller() -> None:
     assert seen == [0, 40_960]
 
 
+def test_the_emulated_registration_takes_any_address() -> None:
+    """A range that begins and ends inside pages is registered whole, as CUDA does it: its pages and no other."""
+    plan = plan_for(SoloGroup(), "default", "tmpfs")
+    seen: list[int | None] = []
+
+    def register(built: Any) -> Any:
+        EmulatedCudart().register(built.address + 4096 + 64, 4096)  # the end of page 1 and the begin of page 2
+        seen.append(built.backing.allocated_bytes)
+        return SimpleNamespace(close=lambda: None)
+
+    build_table(SoloGroup(), plan, NBYTES, register=register, order="stock").close()
+    assert seen == [2 * 4096]
+
+
 def test_the_runner_takes_a_backends_own_table() -> None:
     """``placement_by: engine``: the backend hears the policy; the audits of both ranks name one object, as asked."""
     evidence = runner.run(plan_of("reference"))
