@@ -74,6 +74,17 @@ def test_storage_cases_belong_to_gate_0(patched, change):
     assert gates.evaluate(bare).gates[0].reason == "storage-not-checked"
 
 
+def test_an_arm_is_one_build(patched, change):
+    """Builds differ between the arms and nowhere else: a receipt that changes from one run to the next is found."""
+    assert gates.evaluate(patched).gates[1].status is Status.PASS
+    for arms, key in (("B", "backend.commit"), (("A", "A'"), "backend.commit@1")):
+        edited = change(patched, lambda run, key=key: replace(run, fingerprint={**run.fingerprint, key: "edited"}),
+                        lambda run, arms=arms: run.arm in arms and run.block == 3)  # fmt: skip
+        rung = gates.evaluate(edited).gates[1]
+        assert (rung.status, rung.reason) == (Status.INVALID, "undeclared-difference")
+        assert key in rung.observed
+
+
 def test_placement_precedes_the_first_page(lab):
     """``placement_by: engine`` between two builds needs a fresh allocation per run; between submissions it does not."""
     chosen = lab.experiment(NAME)
