@@ -85,6 +85,14 @@ def test_an_arm_is_one_build(patched, change):
         assert key in rung.observed
 
 
+def test_kernels_interpreted_on_one_rank_keep_no_time(patched, change):
+    """A rank whose own receipt says interpreter voids the timings, though rank 0 compiled; compiled ranks do not."""
+    for mode, reason in (("cuda", "moved-as-predicted"), ("interpreter", "interpreted-kernels")):
+        said = {"backend.mode": "cuda", "backend.mode@1": mode}
+        told = change(patched, lambda run, said=said: replace(run, fingerprint=run.fingerprint | said))
+        assert gates.evaluate(told).gates[2].reason == reason
+
+
 def test_placement_precedes_the_first_page(lab):
     """``placement_by: engine`` between two builds needs a fresh allocation per run; between submissions it does not."""
     chosen = lab.experiment(NAME)
