@@ -66,8 +66,8 @@ def _audited(table: TablePlan, audit: PageDistribution | None, where: str) -> It
         return
     lost = sum(audit.unplaced.values())
     total = sum(audit.pages.values()) + lost
-    spare = audit.covered_bytes - audit.table_bytes
-    if total * audit.page_bytes != audit.covered_bytes or not 0 <= spare < audit.page_bytes:
+    first, behind = audit.address // audit.page_bytes, -(-(audit.address + audit.table_bytes) // audit.page_bytes)
+    if not total * audit.page_bytes == audit.covered_bytes == (behind - first) * audit.page_bytes:
         seen = f"{where}: {audit.covered_bytes} of {audit.table_bytes} bytes"
         yield Finding("pages-not-covered", seen, "coverage = table bytes")
     if lost > (1 - BOUND) * total:

@@ -65,6 +65,17 @@ def test_pages_of_the_stock_build_are_audited_all_the_same(patched, change):
     assert gates.evaluate(blind).gates[1].reason == "pages-not-audited"
 
 
+def test_an_engines_table_may_begin_inside_a_page(patched, change):
+    """What covers the table are all pages that it touches, one more where it begins inside one, and not one fewer."""
+    for pages_there, reason in ((10_001, "treatment-delivered"), (10_000, "pages-not-covered")):
+        inside = change(patched, lambda run, count=pages_there: replace(run, placement=tuple(
+            replace(sample, distributions=tuple(
+                replace(audit, address=audit.address + 64, pages={0: count}, covered_bytes=4096 * count)
+                for audit in sample.distributions)) for sample in run.placement)),
+            lambda run: run.arm == "A")  # fmt: skip
+        assert gates.evaluate(inside).gates[1].reason == reason
+
+
 def test_storage_cases_belong_to_gate_0(patched, change):
     """Tables that the builds allocate themselves put storage and replay in question."""
     assert patched.plan.storage_in_question
