@@ -90,9 +90,10 @@ def _emulated(case: Case) -> Iterator[Finding]:
     model = str((case.evidence.provenance.get("cpu.model") or {}).get("value") or "")
     if "TCG" in model:
         yield Finding("emulated-cpu", model, "a real processor")
-    said = {(run.arm, key.partition("@")[0], mode) for run in case.runs.values() for key, mode in run.fingerprint.items()}
-    if slow := [arm for arm, key, mode in sorted(said) if (key, mode) == ("backend.mode", "interpreter")]:
-        yield Finding("interpreted-kernels", f"arm {', '.join(slow)}", "compiled kernels in every arm")
+    told = {(run.arm, *item) for run in case.runs.values() for item in run.fingerprint.items()}
+    slow = {arm for arm, key, mode in told if (key.partition("@")[0], mode) == ("backend.mode", "interpreter")}
+    if slow:
+        yield Finding("interpreted-kernels", f"arm {', '.join(sorted(slow))}", "compiled kernels in every arm")
 
 
 def _control(case: Case) -> Iterator[Finding]:
