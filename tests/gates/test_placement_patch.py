@@ -105,10 +105,14 @@ def test_kernels_interpreted_on_one_rank_keep_no_time(patched, change):
 
 
 def test_placement_precedes_the_first_page(lab):
-    """``placement_by: engine`` between two builds needs a fresh allocation per run; between submissions it does not."""
+    """``placement_by: engine`` between two builds needs a fresh allocation per run and a policy to obey; between
+    submissions it needs neither."""
     chosen = lab.experiment(NAME)
     assert experiment_rules.places(chosen)
     (fault,) = experiment_rules.faults(replace(chosen, unit="replay"))
     assert fault.where == ("unit",)
+    (fault,) = experiment_rules.faults(replace(chosen, hold={**chosen.hold, "policy": "default"}))
+    assert fault.where == ("hold", "policy")
     other = lab.experiment("B1")
+    assert not [*experiment_rules.faults(replace(other, hold={**other.hold, "placement_by": "engine"}))]
     assert not experiment_rules.places(replace(other, hold={**other.hold, "placement_by": "engine"}))
