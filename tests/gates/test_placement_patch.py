@@ -104,6 +104,14 @@ def test_kernels_interpreted_on_one_rank_keep_no_time(patched, change):
         assert gates.evaluate(told).gates[2].reason == reason
 
 
+def test_builds_under_a_mount_lie_where_it_says(lab, change):
+    """``placement_by: mount`` holds the pages of both builds: one that allocates elsewhere is no fair comparison."""
+    evidence = lab.evidence(NAME, hold={**HOLD, "placement_by": "mount"})
+    assert gates.evaluate(evidence).gates[1].reason == "treatment-delivered"
+    for arm in "AB":
+        assert gates.evaluate(change(evidence, pages(arm, {0: 10_000}))).gates[1].reason == "not-as-asked"
+
+
 def test_placement_precedes_the_first_page(lab):
     """``placement_by: engine`` between two builds needs a fresh allocation per run and a policy to obey; between
     submissions it needs neither."""
