@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram import experiment_rules, gates
+from pytest_engram import experiment_rules, gates, hypotheses
 from pytest_engram.model import Status
 
 NAME = "more/placement-patch"
@@ -110,6 +110,19 @@ def test_builds_under_a_mount_lie_where_it_says(lab, change):
     assert gates.evaluate(evidence).gates[1].reason == "treatment-delivered"
     for arm in "AB":
         assert gates.evaluate(change(evidence, pages(arm, {0: 10_000}))).gates[1].reason == "not-as-asked"
+
+
+def test_copies_do_not_speak_of_distance(lab, change):
+    """Hypothesis 1 is heard where the patch moves one table; a patch that makes copies changes more than distance."""
+    for policy, says in (("bind:1", "supported"), ("per-socket", "undecided")):
+        evidence = lab.evidence(NAME, hold={**HOLD, "policy": policy}, effects={"B": {}}, by_rank={"B": {1: -0.3}})
+        evidence = change(evidence, pages(("A", "A'"), {0: 10_000}))
+        near = change(evidence, lambda run: replace(run, drift={
+            **run.drift, "rank1.cross_socket_in_bytes": 1e6 if run.arm == "B" else 1e9}))  # fmt: skip
+        verdict = gates.evaluate(near)
+        assert verdict.gates[1].status is Status.PASS
+        found = hypotheses.adjudicate([near], [verdict])[0]
+        assert found.outcome == says, found.lines
 
 
 def test_placement_precedes_the_first_page(lab):
