@@ -192,6 +192,8 @@ def _together(e: Experiment) -> Iterator[Fault]:
         (e.workload.tensor_parallel and e.serving is not None, "serving", "a load of its own for every rank",
          "none: ranks that share the heads take every step together"),
         (placed and e.unit != "allocation", "unit", e.unit, "allocation: placement precedes the first page"),
+        (placed and e.variable == "backend" and settings(e, BASE)["policy"] == "default", "hold.policy", "default",
+         "one that the candidate must obey: pages that nobody asks for wander from run to run, in any build"),
         (e.positive_control and not placed, "positive_control", "true", "false: it is for placement only"),
         (not layers or layers != sorted({*layers} & {*range(depth)}), "workload.engram_layers", layers,
          f"rising layer numbers below {depth}"),

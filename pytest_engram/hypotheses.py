@@ -144,6 +144,11 @@ def _remote(case: Case) -> Iterator[Opinion]:
                 yield "weakened" if lookup.within(MOVED) else "undecided", f"{line}, {traffic}"
 
 
+def _copies(case: Case) -> bool:
+    """Whether a patch is asked for several tables: stock code may have one, and then not only the distance differs."""
+    return case.experiment.variable == "backend" and any(len(p.tables) > 1 for p in case.plan.placements.values())
+
+
 def _with(shift: Shift, way: str) -> bool:
     return shift.below(-MOVED) if way == "down" else shift.above(MOVED)
 
@@ -264,7 +269,7 @@ def _variable(*names: str) -> Callable[[Case], bool]:
 # statement, what is missing without evidence, which evidence speaks, the last gate it must have passed, the rule
 _RULES: tuple[tuple[str, str, Callable[[Case], bool], int, Rule], ...] = (
     ("remote placement dominates the wait", "A1 on a machine with two memory nodes",
-     lambda case: places(case.experiment) and not case.plan.regrouped, 1, _remote),
+     lambda case: places(case.experiment) and not (case.plan.regrouped or _copies(case)), 1, _remote),
     ("data-parallel peers contend for the host's memory or PCIe", "two ranks or more, and one of them alone",
      lambda case: case.experiment.ranks > 1, 0, _contention),
     ("there is not enough prefetch lead", "B1", _variable("submission"), 1, _lead),

@@ -116,7 +116,8 @@ def _control(plan: Plan, tell: Progress, launch: Launch) -> list[RunRecord]:
     order = tuple(
         ScheduledRun(index=i, block=i // 2, arm=f"control-{nodes[(i + i // 2) % 2]}") for i in range(CONTROL_RUNS)
     )
-    experiment = replace(plan.experiment, arms=arms, serving=None, positive_control=False, ranks=1)
+    hold = {**plan.experiment.hold, "placement_by": "order"}  # an engine that is asked for near and far need not obey
+    experiment = replace(plan.experiment, arms=arms, hold=hold, serving=None, positive_control=False, ranks=1)
     backends = dict.fromkeys(arms, plan.backends["A"])
     alone = replace(
         plan, experiment=experiment, placements=placements, backends=backends, schedule=order, cpus=plan.cpus[:1]

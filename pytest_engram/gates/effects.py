@@ -108,7 +108,10 @@ def end_to_end(case: Case) -> Iterator[Finding]:
 
 def _stopped(case: Case) -> Iterator[Finding]:
     """A required experiment that did not pass, or requests that failed."""
-    status = {verdict.experiment: verdict.status for verdict in case.prior}
+    status: dict[str, Status] = {}
+    for verdict in case.prior:  # of several results the one that did not pass speaks, whatever their order
+        if status.get(verdict.experiment, Status.PASS) is Status.PASS:
+            status[verdict.experiment] = verdict.status
     unmet = {name: status.get(name) for name in case.experiment.requires if status.get(name) is not Status.PASS}
     if unmet:
         seen = ", ".join(f"{name} {found.value if found else 'not measured'}" for name, found in unmet.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pytest_engram.experiment_rules import settings
+from pytest_engram.experiment_rules import places, settings
 from pytest_engram.gates.comparison import Case
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.model import Moment, PageDistribution, RunRecord, TablePlan
@@ -20,13 +20,18 @@ Share = dict[int, float]  # NUMA node -> share of all pages
 
 def placement(case: Case) -> Iterator[Finding]:
     """Every run as asked, and some rank's pages elsewhere than in A."""
-    for run in case.runs.values():
-        yield from _faults(case, run)
+    yield from as_held(case)
     shares = {arm: _after_replay(case.of(arm)) for arm in ("A", *case.candidates)}
     moved = tuple(arm for arm in case.candidates if _differ(shares["A"], shares[arm]))
     words = "; ".join(f"{arm}: {_words(found)}" for arm, found in shares.items())
     limit = f"pages as asked in {len(case.runs)} runs, on every rank, at three moments"
     yield Finding("treatment-delivered" if moved else "no-treatment", words, limit, moved)
+
+
+def as_held(case: Case) -> Iterator[Finding]:
+    """What keeps a run's pages from being those that its arm asks for."""
+    for run in case.runs.values():
+        yield from _faults(case, run)
 
 
 def huge_pages(case: Case) -> Iterator[Finding]:
@@ -43,7 +48,8 @@ def huge_pages(case: Case) -> Iterator[Finding]:
 def _faults(case: Case, run: RunRecord) -> Iterator[Finding]:
     asked = case.plan.placements.get(base_arm(run.arm))
     tables = asked.tables if asked else ()
-    stock = case.experiment.variable == "backend" and base_arm(run.arm) == BASE  # may ignore what the patch obeys
+    patch = case.experiment.variable == "backend" and places(case.experiment)
+    stock = patch and base_arm(run.arm) == BASE  # may ignore what the patch obeys
     if not tables:
         yield Finding("pages-not-audited", f"arm {run.arm}: no placement is planned")
     audits = [audit for sample in run.placement for audit in sample.distributions]
@@ -66,8 +72,8 @@ def _audited(table: TablePlan, audit: PageDistribution | None, where: str) -> It
         return
     lost = sum(audit.unplaced.values())
     total = sum(audit.pages.values()) + lost
-    spare = audit.covered_bytes - audit.table_bytes
-    if total * audit.page_bytes != audit.covered_bytes or not 0 <= spare < audit.page_bytes:
+    first, behind = audit.address // audit.page_bytes, -(-(audit.address + audit.table_bytes) // audit.page_bytes)
+    if not total * audit.page_bytes == audit.covered_bytes == (behind - first) * audit.page_bytes:
         seen = f"{where}: {audit.covered_bytes} of {audit.table_bytes} bytes"
         yield Finding("pages-not-covered", seen, "coverage = table bytes")
     if lost > (1 - BOUND) * total:

@@ -90,8 +90,9 @@ def _emulated(case: Case) -> Iterator[Finding]:
     model = str((case.evidence.provenance.get("cpu.model") or {}).get("value") or "")
     if "TCG" in model:
         yield Finding("emulated-cpu", model, "a real processor")
-    modes = {run.arm: run.fingerprint.get("backend.mode") for run in case.runs.values()}
-    if slow := [arm for arm, mode in modes.items() if mode == "interpreter"]:
+    told = {(run.arm, *item) for run in case.runs.values() for item in run.fingerprint.items()}
+    slow = {arm for arm, key, mode in told if (key.partition("@")[0], mode) == ("backend.mode", "interpreter")}
+    if slow:
         yield Finding("interpreted-kernels", f"arm {', '.join(sorted(slow))}", "compiled kernels in every arm")
 
 

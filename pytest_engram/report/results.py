@@ -68,18 +68,21 @@ def _renamed(evidence: Evidence, name: str) -> Evidence:
 
 
 def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:
-    """A verdict per result; an experiment that requires others is judged after them, of its own run or its kin."""
+    """A verdict per result; an experiment that requires others is judged after them, of its own run or else its kin."""
     done: dict[int, Verdict] = {}
     needy = [bool(result.evidence and result.evidence.plan.experiment.requires) for result in found]
     for number in sorted(range(len(found)), key=needy.__getitem__):
         result = found[number]
-        done[number] = _again(result, evaluate, [known for other, known in done.items() if _kin(found[other], result)])
+        own = [known for other, known in done.items() if found[other].run == result.run]
+        has = {known.experiment for known in own}
+        kin = [known for other, known in done.items() if known.experiment not in has and _kin(found[other], result)]
+        done[number] = _again(result, evaluate, own + kin)
     return [done[number] for number in range(len(found))]
 
 
 def _kin(one: Result, other: Result) -> bool:
-    """Measured in one run, or on the same machine with the same build and tables."""
-    return one.run == other.run or (one.evidence is not None and _system(one) == _system(other))
+    """Measured on the same machine with the same build and tables."""
+    return one.evidence is not None and _system(one) == _system(other)
 
 
 def _system(result: Result) -> dict[str, str]:

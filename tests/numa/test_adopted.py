@@ -14,7 +14,7 @@ from pytest_engram import experiment, planning, runner
 from pytest_engram.backends.reference import ReferenceBackend
 from pytest_engram.engines.cpu import EmulatedCudart
 from pytest_engram.errors import PlacementError
-from pytest_engram.model import Plan, Status
+from pytest_engram.model import Plan, Status, TablePlan
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.table import adopt_table, build_table, plan_for
 from pytest_engram.session import this_machine
@@ -94,6 +94,20 @@ def test_the_emulated_registration_faults_in_its_caller() -> None:
     assert seen == [0, 40_960]
 
 
+def test_the_emulated_registration_takes_any_address() -> None:
+    """A range that begins and ends inside pages is registered whole, as CUDA does it: its pages and no other."""
+    plan = plan_for(SoloGroup(), "default", "tmpfs")
+    seen: list[int | None] = []
+
+    def register(built: Any) -> Any:
+        EmulatedCudart().register(built.address + 4096 + 64, 4096)  # the end of page 1 and the begin of page 2
+        seen.append(built.backing.allocated_bytes)
+        return SimpleNamespace(close=lambda: None)
+
+    build_table(SoloGroup(), plan, NBYTES, register=register, order="stock").close()
+    assert seen == [2 * 4096]
+
+
 def test_the_runner_takes_a_backends_own_table() -> None:
     """``placement_by: engine``: the backend hears the policy; the audits of both ranks name one object, as asked."""
     evidence = runner.run(plan_of("reference"))
@@ -106,6 +120,23 @@ def test_the_runner_takes_a_backends_own_table() -> None:
     assert len({audit.identity for audit in audits}) == 1
     assert {audit.policy_text for audit in audits} == {f"bind:{NODE}"}
     assert run.fingerprint["placement_by"] == "engine"
+
+
+def test_the_positive_control_is_placed_by_the_suite() -> None:
+    """Near and far are asked of the machine: a stock build that ignores where it should allocate is not in between."""
+    plan, asked = plan_of("reference"), list[tuple[str, str, str]]()
+    tables = tuple(TablePlan(ranks=(node,), mode="bind", nodes=(node,)) for node in (0, 1))
+    placements = {arm: replace(placement, tables=tables) for arm, placement in plan.placements.items()}
+    chosen = replace(plan.experiment, positive_control=True, unit="allocation")
+    plan = replace(plan, placements=placements, experiment=chosen)
+
+    def launch(_entry: str, payload: Any, *_: Any, **__: Any) -> None:
+        hold = payload["plan"]["experiment"]["hold"]
+        asked.append((payload["runs"][0]["arm"], hold["placement_by"], hold["backing"]))
+
+    runner.run(plan, launch=launch)
+    assert asked[0] == (plan.schedule[0].arm, "engine", "tmpfs")
+    assert {*asked[1:]} == {("control-0", "order", "tmpfs"), ("control-1", "order", "tmpfs")}
 
 
 @pytest.mark.parametrize("by", ["engine", "mount"])
