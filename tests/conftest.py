@@ -1,9 +1,11 @@
 """What all tests share: one thread per computation, Triton's interpreter without a GPU, a pytest run in-process."""
 
+import fcntl
 import importlib
 import io
 import os
 import sys
+import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,14 @@ for pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # threads that spin be
     os.environ.setdefault(pool, "1")
 if not Path("/dev/nvidiactl").exists():  # must be decided before the first import of triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def engines_names():
+    """Names that engines choose in /dev/shm belong to one worker's test at a time: tests count and remove them."""
+    with (Path(tempfile.gettempdir()) / f"pytest-engram-tests-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

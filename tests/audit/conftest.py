@@ -81,7 +81,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def shm_name() -> Iterator[str]:
+def shm_name(engines_names: None) -> Iterator[str]:
     """A name in /dev/shm as vLLM chooses them; nothing of it stays."""
     name = f"/dev/shm/vllm_engram_audit-test-{os.getpid()}"
     yield name

@@ -38,6 +38,11 @@ def vllm_version(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def _one_worker(engines_names):
+    """Most of these tests allocate as the engine does."""
+
+
 @pytest.fixture(scope="session")
 def vllm_backend(vllm_version):
     """The backend on that release, interpreted where there is no CUDA device."""

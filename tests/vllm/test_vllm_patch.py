@@ -103,9 +103,9 @@ def world(vllm_version, monkeypatch, two_ranks, caplog):
             storages = two_ranks(lambda group: kind(ROWS, DIM, 32, EngineGroup(group)))
         return storages, log, cudart, [record.message for record in caplog.records if record.levelname == "WARNING"]
 
-    before = set(Path("/dev/shm").iterdir())
+    before = set(Path("/dev/shm").glob("vllm_engram_*"))
     yield allocated
-    assert set(Path("/dev/shm").iterdir()) == before, "S4: nothing stays in /dev/shm"
+    assert set(Path("/dev/shm").glob("vllm_engram_*")) == before, "S4: nothing stays in /dev/shm"
 
 
 def test_policy_then_pages_then_registrations(world, caplog):

@@ -29,9 +29,9 @@ def test_stock_against_patched_allocation_is_judged(vllm_backend, vllm_version):
         hold={**chosen.hold, "policy": f"bind:{node}"},
     )  # fmt: skip
     choices = planning.Choices(engine="cpu", rows=20_000, backend=f"vllm@{PINNED}", candidate=CANDIDATE)
-    before = set(Path("/dev/shm").iterdir())
+    before = set(Path("/dev/shm").glob("vllm_engram_*"))
     evidence = runner.run(planning.make_plan(chosen, this_machine(), choices))
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert set(Path("/dev/shm").glob("vllm_engram_*")) == before
     assert evidence.problems == ()
     for run in evidence.runs:
         assert run.correct
