@@ -14,8 +14,8 @@ gate: $(STAMP)
 
 # Measured tests run alone: two cores cannot time anything while they also run other tests, or a second BLAS thread.
 test: $(TORCH)
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest tests -q -m "alone and not slow"
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests suites -q -n 2 -m "not slow and not alone and not numa and not overlap and not serving"
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests -q -m "alone and not slow"
 
 # conformance first: a guest runs the engine's modules that it fetches; it has run all of tests/vllm.
 check: $(TORCH) conformance numa-guest

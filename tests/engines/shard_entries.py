@@ -18,9 +18,14 @@ from pytest_engram.layout import EngramLayout
 from pytest_engram.model import Workload
 
 
-def sharded(group: Any, payload: Any) -> dict[str, Any]:
-    """What a rank's shard gives against all heads: rows, outputs, times of ``payload["heads"]`` heads a 2-gram."""
-    layout = EngramLayout.for_rows(9000, layers=(1, 3), n_heads=payload["heads"], head_dim=64, compressed_vocab=700)
+def sharded(group: Any, variants: Any) -> list[dict[str, Any]]:
+    """:func:`_compare` for each of the (heads a 2-gram, whether the gather joins a world that is there already)."""
+    return [_compare(group, heads, joins=joins) for heads, joins in variants]
+
+
+def _compare(group: Any, heads: int, *, joins: bool) -> dict[str, Any]:
+    """What a rank's shard gives against all heads: rows, outputs, times."""
+    layout = EngramLayout.for_rows(9000, layers=(1, 3), n_heads=heads, head_dim=64, compressed_vocab=700)
     buffer = np.zeros(table_bytes(layout), np.uint8)
     fill_table(buffer, layout, 5)
     whole = EngineSetup(
@@ -29,7 +34,7 @@ def sharded(group: Any, payload: Any) -> dict[str, Any]:
         backend=ReferenceBackend(), cpus=tuple(sorted(os.sched_getaffinity(0))),
     )  # fmt: skip
     world, second = Collective(group, "cpu", deadline_s=20), Collective(group, "cpu", deadline_s=20)
-    part = replace(whole, shard=(group.rank, group.size), gather=(second if payload["joins"] else world).gather)
+    part = replace(whole, shard=(group.rank, group.size), gather=(second if joins else world).gather)
     seen = [_seen(setup) for setup in (whole, part)]
     second.close()
     world.close()

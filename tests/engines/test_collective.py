@@ -21,15 +21,23 @@ ENV = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
 BATCH = HashBatch.sequence(np.arange(9), history=[1, 2, 3])
 
 
+@pytest.fixture(scope="module")
+def sharded():
+    """(heads a 2-gram, joins) -> what each of two ranks says of its shard; a world of both variants."""
+    pytest.importorskip("torch")
+    variants = [(2, False), (3, True)]
+    ranks = run_world(f"{ENTRIES}:sharded", variants, [RankSpec(env=ENV)] * 2, deadline_s=60)
+    return {variant: [rank[number] for rank in ranks] for number, variant in enumerate(variants)}
+
+
 @pytest.mark.parametrize(("heads", "joins"), [(2, False), (3, True)])
-def test_two_ranks_see_the_rows_and_outputs_of_one(heads, joins):
+def test_two_ranks_see_the_rows_and_outputs_of_one(sharded, heads, joins):
     """L4, L8: two processes, each with its heads (of 9 the second has a padded one), equal one with all of them.
 
     A collective of its own and one in a world that is initialised already, as under torchrun, give the same.
     """
-    pytest.importorskip("torch")
-    payload = {"heads": heads, "joins": joins}
-    for rank in run_world(f"{ENTRIES}:sharded", payload, [RankSpec(env=ENV)] * 2, deadline_s=60):
+    assert len(sharded[heads, joins]) == 2
+    for rank in sharded[heads, joins]:
         assert rank["rows"]
         assert rank["outputs"]
         assert rank["gathers"] == [1, 3]

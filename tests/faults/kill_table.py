@@ -27,12 +27,6 @@ from pytest_engram.checks import CASES, check  # noqa: E402
 bench._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
 
 FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS}
-CAPABILITIES = {  # first letter of a contract line -> whose cases run
-    "H": {"hash", "slot-cache"},
-    "L": {"lookup", "shards", "gate", "launch"},
-    "P": {"prefetch"},
-    "S": {"storage", "launch"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +44,26 @@ class Kill:
         return any(case.contract in self.expected for case in self.seen)
 
 
-def run(name: str, seed: int) -> Kill:
-    """Run the cases of the fault's part of the contract against it."""
+def run(name: str, seed: int, *, whole: bool) -> Kill:
+    """Run the cases of the lines that a fault breaks against it; the ``whole`` family's show who else sees it."""
     lines, backend = FAULTS[name]
-    failed = failing(backend, lines, seed)
+    expected = tuple(lines.split())
+    failed = failing(backend, family(lines) if whole else (case for case in CASES if case.contract in expected), seed)
     return Kill(
-        fault=name, expected=tuple(lines.split()),
+        fault=name, expected=expected,
         seen=tuple(case for case, sample in failed if not _crash(sample)),
         crashed=tuple(case for case, sample in failed if _crash(sample)),
     )  # fmt: skip
 
 
-def failing(backend: Any, lines: str, seed: int = 0) -> list[tuple[Case, Any]]:
-    """The cases, with their samples, that fail among those of the families that ``lines`` belong to."""
-    wanted = set().union(*(CAPABILITIES[line[0]] for line in lines.split()))
-    samples = [(case, check(backend, case, seed=seed)) for case in CASES if case.capability in wanted]
+def family(lines: str) -> list[Case]:
+    """The cases of all lines with the same first letters."""
+    return [case for case in CASES if case.contract[0] in lines]
+
+
+def failing(backend: Any, cases: Iterable[Case], seed: int = 0) -> list[tuple[Case, Any]]:
+    """Those of ``cases`` that fail, with their samples."""
+    samples = [(case, check(backend, case, seed=seed)) for case in cases]
     return [(case, sample) for case, sample in samples if sample.supported and not sample.passed]
 
 
@@ -73,10 +72,10 @@ def _crash(sample: Any) -> bool:
     return sample.expected is None and sample.seen is None and "Error: " in sample.detail
 
 
-def kills(seeds: int, families: str = "HLPS") -> Iterator[Kill]:
+def kills(seeds: int, families: str = "HLPS", *, whole: bool = False) -> Iterator[Kill]:
     """Per fault what happened on the first seed that it survives, else on seed 0; ``families`` are first letters."""
     for name in (name for name, (lines, _) in FAULTS.items() if lines[0] in families):
-        found = [run(name, seed) for seed in range(seeds)]
+        found = [run(name, seed, whole=whole) for seed in range(seeds)]
         yield next((kill for kill in found if not kill.killed), found[0])
 
 
@@ -108,7 +107,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    return report(list(kills(options.seeds)), markdown=options.markdown)
+    return report(list(kills(options.seeds, whole=True)), markdown=options.markdown)
 
 
 if __name__ == "__main__":

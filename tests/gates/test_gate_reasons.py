@@ -1,7 +1,9 @@
 """Every reason of the table is reached by evidence that is broken in exactly one way."""
 
-import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +13,12 @@ from pytest_engram.model import (
     Moment,
     Problem,
     ScheduledRun,
-    Slo,
     Status,
-    SweepSample,
     TablePlan,
     Workload,
 )
 
+edits = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("edits.py"))))
 CASES = {}
 
 
@@ -35,78 +36,10 @@ def _is_b(run):
     return run.arm == "B"
 
 
-def _edit(**fields):
-    return lambda run: replace(run, **fields)
-
-
 def _b_runs_as_a(change, evidence):
     """The marked steps of B are A's own."""
     base = next(run for run in evidence.runs if run.arm == "A")
-    return change(evidence, _edit(overlap=base.overlap), _is_b)
-
-
-def _with_print(**values):
-    return lambda run: replace(run, fingerprint={**run.fingerprint, **values})
-
-
-def _with_cases(where, make):
-    return lambda run: replace(run, **{where: make(getattr(run, where))})
-
-
-def _with_audits(make):
-    """Replace every page distribution by ``make(audit)``; None drops it."""
-
-    def change(run):
-        placed = (
-            replace(sample, distributions=tuple(new for a in sample.distributions if (new := make(a)) is not None))
-            for sample in run.placement
-        )
-        return replace(run, placement=tuple(placed))
-
-    return change
-
-
-def _with_marks(make):
-    """Replace every lookup mark by ``make(mark)``."""
-
-    def change(run):
-        overlap = (
-            replace(s, timelines=tuple(replace(t, lookups=tuple(map(make, t.lookups))) for t in s.timelines))
-            for s in run.overlap
-        )
-        return replace(run, overlap=tuple(overlap))
-
-    return change
-
-
-def _without_marks(run):
-    """A run whose steps were not marked."""
-    return replace(run, overlap=tuple(replace(sample, timelines=()) for sample in run.overlap))
-
-
-def _with_point(tokens, *, early):
-    """A sweep's point whose marked step is the run's own, of another size: with early lookups or without."""
-
-    def change(run):
-        line = run.overlap[0].timelines[0]
-        if early:
-            marks = tuple(replace(mark, submit=950 + n) for n, mark in enumerate(line.lookups))
-            spans = tuple(replace(span, start=1000, end=1900) for span in line.spans if span.layer == 0)
-            line = replace(line, lookups=marks, spans=spans)
-        point = SweepSample(
-            rank=0, tokens=tokens, peers=1, lookup_ns=(1,), exposed_ns=(0,), main_ns=(1,), quiet_main_ns=(1,),
-            source_bytes=1, timeline=replace(line, tokens=tokens),
-        )  # fmt: skip
-        return replace(run, sweep=(point,))
-
-    return change
-
-
-def _with_requests(make):
-    def change(run):
-        return replace(run, serving=tuple(replace(s, requests=tuple(map(make, s.requests))) for s in run.serving))
-
-    return change
+    return change(evidence, edits.edit(overlap=base.overlap), _is_b)
 
 
 def _placed(lab, **kw):
@@ -132,13 +65,15 @@ def _sound(lab, change):
 @reason("contract-broken", 0)
 def _wrong_row(lab, change):
     bad = CorrectnessSample(case="rows", contract="L1", passed=False, token=3, head=7, layer=14, expected="0", seen="1")
-    return change(lab.evidence(), _with_cases("correctness_after", lambda old: (*old, bad)), lambda run: run.index == 9)
+    return change(
+        lab.evidence(), edits.with_cases("correctness_after", lambda old: (*old, bad)), lambda run: run.index == 9
+    )
 
 
 def _stop(change, evidence, after):
     """Every run later than ``after`` was not run, because a row was wrong."""
     stop = Problem(code="stopped-after-correctness", message="an earlier run gave wrong rows", status=Status.BLOCKED)
-    return change(evidence, _edit(problems=(stop,)), lambda run: run.index > after)
+    return change(evidence, edits.edit(problems=(stop,)), lambda run: run.index > after)
 
 
 @reason("stopped-after-correctness", 0)
@@ -148,7 +83,7 @@ def _cut_short(lab, change):
 
 @reason("no-correctness", 0)
 def _unchecked_after(lab, change):
-    return change(lab.evidence(), _edit(correctness_after=()), _is_b)
+    return change(lab.evidence(), edits.edit(correctness_after=()), _is_b)
 
 
 @reason("no-correctness", 0)
@@ -156,27 +91,27 @@ def _nothing_supported(lab, change):
     def unsupported(samples):
         return tuple(replace(sample, supported=False) for sample in samples)
 
-    return change(lab.evidence(), _with_cases("correctness_before", unsupported), _is_b)
+    return change(lab.evidence(), edits.with_cases("correctness_before", unsupported), _is_b)
 
 
 @reason("cases-missing", 0)
 def _candidate_checks_less(lab, change):
-    return change(lab.evidence(), _with_cases("correctness_before", lambda old: old[1:]), _is_b)
+    return change(lab.evidence(), edits.with_cases("correctness_before", lambda old: old[1:]), _is_b)
 
 
 @reason("no-correctness", 0)
 def _one_run_unchecked(lab, change):
-    return change(lab.evidence(), _edit(correctness_before=()), lambda run: run.index == 9)
+    return change(lab.evidence(), edits.edit(correctness_before=()), lambda run: run.index == 9)
 
 
 @reason("cases-missing", 0)
 def _checked_on_one_rank_of_two(lab, change):
-    return change(lab.evidence(ranks=2), _edit(correctness_after=lab.cases()), lambda run: run.index == 9)
+    return change(lab.evidence(ranks=2), edits.edit(correctness_after=lab.cases()), lambda run: run.index == 9)
 
 
 def _cases_without(lab, change, lost):
     kept = tuple(sample for sample in lab.cases() if not lost(sample))
-    return change(lab.evidence(), _edit(correctness_before=kept, correctness_after=kept))
+    return change(lab.evidence(), edits.edit(correctness_before=kept, correctness_after=kept))
 
 
 @reason("cases-missing", 0)
@@ -192,7 +127,9 @@ def _no_hash_line(lab, change):
 @reason("cases-missing", 0)
 def _outputs_in_one_run_only(lab, change):
     outputs = CorrectnessSample(case="engine-outputs", contract="L11", passed=True)
-    return change(lab.evidence(), _with_cases("correctness_after", lambda old: (*old, outputs)), lambda r: r.index == 9)
+    return change(
+        lab.evidence(), edits.with_cases("correctness_after", lambda old: (*old, outputs)), lambda r: r.index == 9
+    )
 
 
 @reason("storage-not-checked", 0)
@@ -200,7 +137,7 @@ def _no_storage_case(lab, change):
     def less(samples):
         return tuple(sample for sample in samples if sample.contract != "S6")
 
-    drop = [_with_cases(name, less) for name in ("correctness_before", "correctness_after")]
+    drop = [edits.with_cases(name, less) for name in ("correctness_before", "correctness_after")]
     return change(change(_placed(lab), drop[0]), drop[1])
 
 
@@ -213,7 +150,7 @@ def _margin_moved_afterwards(lab, change):
 
 @reason("protocol-changed", 0)
 def _run_of_another_protocol(lab, change):
-    return change(lab.evidence(), _with_print(protocol="0" * 64), lambda run: run.index == 5)
+    return change(lab.evidence(), edits.with_print(protocol="0" * 64), lambda run: run.index == 5)
 
 
 @reason("schedule-altered", 0)
@@ -233,12 +170,12 @@ def _runs_out_of_order(lab, change):
 
 @reason("schedule-altered", 0)
 def _clock_out_of_order(lab, change):
-    return change(lab.evidence(), _edit(started_at="2026-11-20T09:00:00Z"), lambda run: run.index == 5)
+    return change(lab.evidence(), edits.edit(started_at="2026-11-20T09:00:00Z"), lambda run: run.index == 5)
 
 
 @reason("schedule-altered", 0)
 def _time_that_cannot_be_read(lab, change):
-    return change(lab.evidence(), _edit(started_at="yesterday"), lambda run: run.index == 5)
+    return change(lab.evidence(), edits.edit(started_at="yesterday"), lambda run: run.index == 5)
 
 
 @reason("unscheduled-run", 0)
@@ -250,127 +187,62 @@ def _repeated_run(lab, change):
 # ---------------------------------------------------------------- gate 1
 
 
-def _sampled(field, rank=0, **fields):
-    """A run in which the fields of one rank's sample are others."""
-    return lambda run: replace(run, **{field: tuple(
-        replace(one, **fields) if one.rank == rank else one for one in getattr(run, field))})  # fmt: skip
-
-
-def _timed(**fields):
-    """A run in which the fields of every timeline are others."""
-
-    def change(run):
-        lines = (tuple(replace(line, **fields) for line in one.timelines) for one in run.overlap)
-        overlap = (replace(one, timelines=made) for one, made in zip(run.overlap, lines, strict=True))
-        return replace(run, overlap=tuple(overlap))
-
-    return change
-
-
-def _layer_lost(run):
-    line = run.overlap[0].timelines[0]
-    return _sampled("overlap", timelines=(replace(line, lookups=line.lookups[1:]),))(run)
-
-
-def _loaded(make):
-    """A run whose loads are ``make(load)``."""
-    return lambda run: replace(run, serving=tuple(map(make, run.serving)))
-
-
-def _first_twice(load):
-    return replace(load, requests=(load.requests[0], *load.requests[:-1]))
-
-
-POINT = SweepSample(
-    rank=0, tokens=16, peers=1, lookup_ns=(1,), exposed_ns=(0,), main_ns=(1,), quiet_main_ns=(1,), source_bytes=1
-)  # fmt: skip
-UNPLANNED = {
-    "no overlap": _edit(overlap=()), "no compute": _edit(compute=()), "no load": _edit(serving=()),
-    "rank 0 twice": lambda run: replace(run, overlap=(*run.overlap[:1], *run.overlap)),
-    "rank 1 without compute": lambda run: replace(run, compute=run.compute[:1]),
-    "rank 1 without load": lambda run: replace(run, serving=run.serving[:1]),
-    "unmarked tokens": _sampled("compute", tokens=1), "unmarked tokens of rank 1": _sampled("compute", 1, tokens=1),
-    "marked tokens": _timed(tokens=1), "marks of another rank": _timed(rank=0), "no lookup": _timed(lookups=()),
-    "a layer less": _layer_lost, "more steps": _sampled("compute", step_ns=(1, 1), main_ns=(1, 1)),
-    "fewer main times": _sampled("compute", main_ns=()), "step of 0 ns": _sampled("compute", step_ns=(0,)),
-    "main of −1 ns": _sampled("compute", main_ns=(-1,)), "endless step": _sampled("compute", step_ns=(math.inf,)),
-    "other reuse": _sampled("overlap", state="repeated"), "no bytes": _sampled("overlap", source_bytes=0),
-    "nothing distinct": _sampled("overlap", distinct_bytes=0),
-    "more distinct than read": _sampled("overlap", distinct_bytes=811_009),
-    "distinct in one run": _sampled("overlap", distinct_bytes=811_008),
-    "timer of 0 ns": _sampled("overlap", resolution_ns=0), "timer of 1 s": _sampled("overlap", resolution_ns=10**9),
-    "sweep without rank 1": _edit(sweep=(replace(POINT, peers=2),)),
-    "sweep without bytes": _edit(sweep=(replace(POINT, source_bytes=0),)),
-    "fewer requests": _loaded(lambda load: replace(load, requests=load.requests[:100])),
-    "one request twice": _loaded(_first_twice),
-    "wider limits": _loaded(lambda load: replace(load, slo=Slo(ttft_ms=1e9, itl_ms=1e9))),
-    "another rate": _loaded(lambda load: replace(load, rate=1.0)),
-    "shorter than its arrivals": _loaded(lambda load: replace(load, duration_s=0.1)),
-    "later arrivals": _loaded(lambda load: replace(load, requests=tuple(
-        replace(one, arrival_ms=one.arrival_ms + 1) for one in load.requests))),
-    "a link of 0 B/s": _edit(drift={"graph_replays": 0.0, "link_bytes_per_s": 0.0}),
-}  # fmt: skip
-
-
 @reason("samples-not-as-planned", 1)
 def _half_the_requests(lab, change):
-    return change(lab.evidence(), UNPLANNED["fewer requests"], _is_b)
-
-
-@pytest.mark.parametrize("broken", UNPLANNED.values(), ids=UNPLANNED)
-def test_samples_are_those_that_were_planned(lab, change, broken):
-    """One run that measured anything else than the plan orders voids the experiment at gate 1; as planned it passes."""
-    evidence = lab.evidence(ranks=2)
-    assert gates.evaluate(evidence).gates[1].status is Status.PASS
-    rung = gates.evaluate(change(evidence, broken, lambda run: run.index == 7)).gates[1]
-    assert (rung.reason, rung.status) == ("samples-not-as-planned", Status.INVALID)
-    assert "run 7" in rung.observed
+    return change(lab.evidence(), lambda run: replace(run, serving=tuple(
+        replace(load, requests=load.requests[:60]) for load in run.serving)), _is_b)  # fmt: skip
 
 
 @reason("undeclared-difference", 1)
 def _another_grid_in_the_twin(lab, change):
-    return change(lab.evidence("B2"), _with_marks(lambda mark: replace(mark, grid=5)), lambda run: run.arm == "A'")
+    return change(lab.evidence("B2"), edits.with_marks(lambda mark: replace(mark, grid=5)), lambda run: run.arm == "A'")
 
 
 @reason("no-timelines", 1)
 def _launches_of_one_rank_only(lab, change):
-    return change(lab.evidence("B2", ranks=2), _sampled("overlap", 1, timelines=()), lambda run: run.arm == "cap16")
+    return change(
+        lab.evidence("B2", ranks=2), edits.sampled("overlap", 1, timelines=()), lambda run: run.arm == "cap16"
+    )
 
 
 @reason("undeclared-difference", 1)
 def _another_kernel_in_b(lab, change):
-    return change(lab.evidence(), _with_print(**{"machine.kernel": "6.13"}), _is_b)
+    return change(lab.evidence(), edits.with_print(**{"machine.kernel": "6.13"}), _is_b)
 
 
 @reason("undeclared-difference", 1)
 def _another_grid_in_b(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, grid=96)), _is_b)
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, grid=96)), _is_b)
 
 
 @reason("undeclared-difference", 1)
 def _regrouped_without_saying(lab, change):
     evidence = lab.evidence("A1", effects={"B": {}}, by_rank={"B": {0: 0.3, 1: -0.3}})
-    return change(evidence, _with_print(groups="[[0], [1]]"), _is_b)
+    return change(evidence, edits.with_print(groups="[[0], [1]]"), _is_b)
 
 
 @reason("no-fingerprint", 1)
 def _no_print(lab, change):
-    return change(lab.evidence(), _edit(fingerprint={}), lambda run: run.index == 3)
+    return change(lab.evidence(), edits.edit(fingerprint={}), lambda run: run.index == 3)
 
 
 @reason("pages-not-audited", 1)
 def _moment_missing(lab, change):
-    return change(_placed(lab), _with_audits(lambda a: None if (a.rank, a.moment) == (1, Moment.LOADED) else a), _is_b)
+    return change(
+        _placed(lab), edits.with_audits(lambda a: None if (a.rank, a.moment) == (1, Moment.LOADED) else a), _is_b
+    )
 
 
 @reason("pages-not-audited", 1)
 def _no_route_answered(lab, change):
-    return change(_placed(lab), _with_audits(lambda audit: replace(audit, routes=())), _is_b)
+    return change(_placed(lab), edits.with_audits(lambda audit: replace(audit, routes=())), _is_b)
 
 
 @reason("pages-not-covered", 1)
 def _half_covered(lab, change):
-    return change(_placed(lab), _with_audits(lambda audit: replace(audit, covered_bytes=audit.table_bytes // 2)), _is_b)
+    return change(
+        _placed(lab), edits.with_audits(lambda audit: replace(audit, covered_bytes=audit.table_bytes // 2)), _is_b
+    )
 
 
 @reason("pages-unplaced", 1)
@@ -379,12 +251,12 @@ def _not_resident(lab, change):
         (node, count), *_ = audit.pages.items()
         return replace(audit, pages={node: count - 500}, unplaced={"ENOENT": 500})
 
-    return change(_placed(lab), _with_audits(lose), _is_b)
+    return change(_placed(lab), edits.with_audits(lose), _is_b)
 
 
 @reason("not-as-asked", 1)
 def _policy_is_not_placement(lab, change):
-    return change(_placed(lab), _with_audits(lambda audit: replace(audit, pages={0: 5000, 1: 5000})), _is_b)
+    return change(_placed(lab), edits.with_audits(lambda audit: replace(audit, pages={0: 5000, 1: 5000})), _is_b)
 
 
 @reason("not-as-asked", 1)
@@ -392,13 +264,13 @@ def _moved_after_load(lab, change):
     def migrate(audit):
         return replace(audit, pages={0: 9000, 1: 1000}) if audit.moment is Moment.REPLAYED else audit
 
-    return change(_placed(lab), _with_audits(migrate), lambda run: run.index == 4)
+    return change(_placed(lab), edits.with_audits(migrate), lambda run: run.index == 4)
 
 
 def _in_huge_pages(lab, change, huge_bytes):
     """B1 over anonymous huge pages, of which the kernel gave so many bytes."""
     hold = {**lab.experiment("B1").hold, "backing": "anon-thp"}
-    return change(lab.evidence("B1", hold=hold), _with_audits(lambda audit: replace(audit, huge_bytes=huge_bytes)))
+    return change(lab.evidence("B1", hold=hold), edits.with_audits(lambda audit: replace(audit, huge_bytes=huge_bytes)))
 
 
 @reason("pages-not-huge", 1)
@@ -419,7 +291,7 @@ def _huge_but_for_an_odd_end(lab, change):
 @reason("not-as-asked", 1)
 def _interleave_that_leans(lab, change):
     evidence = lab.evidence("A2", effects={"B": {}}, by_rank={"B": {0: 0.2, 1: -0.2}})
-    return change(evidence, _with_audits(lambda audit: replace(audit, pages={0: 5400, 1: 4600})), _is_b)
+    return change(evidence, edits.with_audits(lambda audit: replace(audit, pages={0: 5400, 1: 4600})), _is_b)
 
 
 @reason("not-shared", 1)
@@ -427,17 +299,19 @@ def _private_copy(lab, change):
     def own(audit):
         return replace(audit, identity="0:99") if audit.rank == 1 else audit
 
-    return change(_placed(lab), _with_audits(own), lambda run: run.arm == "A")
+    return change(_placed(lab), edits.with_audits(own), lambda run: run.arm == "A")
 
 
 @reason("not-shared", 1)
 def _anonymous_memory_for_two_ranks(lab, change):
-    return change(_placed(lab), _with_audits(lambda audit: replace(audit, identity="anon")), lambda run: run.arm == "A")
+    return change(
+        _placed(lab), edits.with_audits(lambda audit: replace(audit, identity="anon")), lambda run: run.arm == "A"
+    )
 
 
 @reason("not-separate", 1)
 def _one_object_for_both_sockets(lab, change):
-    return change(_placed(lab), _with_audits(lambda audit: replace(audit, identity="0:40")), _is_b)
+    return change(_placed(lab), edits.with_audits(lambda audit: replace(audit, identity="0:40")), _is_b)
 
 
 @reason("no-treatment", 1)
@@ -453,37 +327,38 @@ def _caps_above_the_tiles(lab, change):
 
 @reason("no-timelines", 1)
 def _unmarked(lab, change):
-    return change(lab.evidence(), _without_marks, _is_b)
+    return change(lab.evidence(), edits.without_marks, _is_b)
 
 
 @reason("no-timelines", 1)
 def _no_launches(lab, change):
-    return change(lab.evidence("B2", engine="cuda"), _without_marks, lambda run: run.arm == "cap16")
+    return change(lab.evidence("B2", engine="cuda"), edits.without_marks, lambda run: run.arm == "cap16")
 
 
 @reason("submission-not-as-asked", 1)
 def _early_arm_submits_late(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), _is_b)
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), _is_b)
 
 
 @reason("submission-not-as-asked", 1)
 def _submitted_after_its_own_layer_began(lab, change):
     def begun(run):
         line = run.overlap[0].timelines[0]
-        return _timed(spans=tuple(replace(span, start=500) if span.layer == 1 else span for span in line.spans))(run)
+        spans = (replace(span, start=500) if span.layer == 1 else span for span in line.spans)
+        return edits.timed(spans=tuple(spans))(run)
 
     return change(lab.evidence(), begun, _is_b)
 
 
 @reason("submission-not-as-asked", 1)
 def _submitted_after_its_consumer_went_on(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=mark.wait_after + 1)),
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, submit=mark.wait_after + 1)),
                   lambda run: run.arm == "A'")  # fmt: skip
 
 
 @reason("submission-not-as-asked", 1)
 def _late_arm_submits_early(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, submit=950)), lambda run: run.arm == "A'")
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, submit=950)), lambda run: run.arm == "A'")
 
 
 @reason("submission-not-as-asked", 1)
@@ -493,7 +368,7 @@ def _inline_arm_keeps_prefetching(lab, change):
 
 @reason("submission-not-as-asked", 1)
 def _small_batch_looked_up_inline(lab, change):
-    return change(lab.evidence("more/B1-inline", effects={}), _with_point(16, early=False), _is_b)
+    return change(lab.evidence("more/B1-inline", effects={}), edits.with_point(16, early=False), _is_b)
 
 
 @reason("no-treatment", 1)
@@ -503,7 +378,9 @@ def _threshold_above_every_batch(lab, change):
 
 @reason("wait-not-as-asked", 1)
 def _stream_arm_waits_for_its_layer(lab, change):
-    return change(lab.evidence("more/B1-wait", effects={}), _with_marks(lambda m: replace(m, wait_after=m.done)), _is_b)
+    return change(
+        lab.evidence("more/B1-wait", effects={}), edits.with_marks(lambda m: replace(m, wait_after=m.done)), _is_b
+    )
 
 
 @reason("treatment-delivered", 1)
@@ -513,24 +390,24 @@ def _stream_has_nothing_later_yet(lab, change):
     def later(mark):
         return replace(mark, wait_after=mark.done) if mark.layer == 1 else replace(mark, submit=mark.start)
 
-    return change(lab.evidence("more/B1-wait", effects={}), _with_marks(later), _is_b)
+    return change(lab.evidence("more/B1-wait", effects={}), edits.with_marks(later), _is_b)
 
 
 @reason("treatment-delivered", 1)
 def _stream_done_within_the_timers_resolution(lab, change):
-    sooner = _with_marks(lambda mark: replace(mark, wait_after=mark.wait_after - 30))
+    sooner = edits.with_marks(lambda mark: replace(mark, wait_after=mark.wait_after - 30))
     return change(lab.evidence("more/B1-wait", effects={}), sooner, _is_b)
 
 
 @reason("no-treatment", 1)
 def _layer_arm_waits_for_the_stream(lab, change):
-    last = _with_marks(lambda mark: replace(mark, wait_after=2_100_000))
+    last = edits.with_marks(lambda mark: replace(mark, wait_after=2_100_000))
     return change(lab.evidence("more/B1-wait", effects={}, noise=0.0), last, lambda run: run.arm != "B")
 
 
 @reason("no-timelines", 1)
 def _wait_without_marks(lab, change):
-    return change(lab.evidence("more/B1-wait", effects={}), _without_marks, _is_b)
+    return change(lab.evidence("more/B1-wait", effects={}), edits.without_marks, _is_b)
 
 
 @reason("graph-not-as-asked", 1)
@@ -547,7 +424,7 @@ def _replays_in_the_eager_arm(lab, change):
 
 @reason("graph-not-as-asked", 1)
 def _replays_not_counted(lab, change):
-    return change(lab.evidence("cuda/B1-graph", effects={}, engine="cuda"), _edit(drift={}), _is_b)
+    return change(lab.evidence("cuda/B1-graph", effects={}, engine="cuda"), edits.edit(drift={}), _is_b)
 
 
 @reason("not-a-serial-queue", 2)
@@ -563,7 +440,7 @@ def _two_streams_whose_lookups_never_met(lab, change):
 @reason("cap-not-obeyed", 1)
 def _cap_ignored(lab, change):
     evidence = lab.evidence("B2", engine="cuda")
-    return change(evidence, _with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "cap16")
+    return change(evidence, edits.with_marks(lambda mark: replace(mark, grid=66)), lambda run: run.arm == "cap16")
 
 
 @reason("no-receipts", 1)
@@ -577,7 +454,7 @@ def _backend_without_receipt(lab, change):
 
 @reason("identical-code", 1)
 def _candidate_is_the_base(lab, change):
-    return change(lab.evidence("patch"), _with_print(**{"backend.commit": "base"}), _is_b)
+    return change(lab.evidence("patch"), edits.with_print(**{"backend.commit": "base"}), _is_b)
 
 
 # ---------------------------------------------------------------- gate 2
@@ -603,12 +480,12 @@ def _one_run_left_out(lab, change):
 
 @reason("machine-drifted", 2)
 def _clock_fell(lab, change):
-    return change(lab.evidence(), _edit(drift={"cpu_mhz": 2400.0}), lambda run: run.block > 4)
+    return change(lab.evidence(), edits.edit(drift={"cpu_mhz": 2400.0}), lambda run: run.block > 4)
 
 
 @reason("throttled", 2)
 def _too_hot(lab, change):
-    return change(lab.evidence(), _edit(drift={"throttle_reasons": 0x40}), lambda run: run.block > 4)
+    return change(lab.evidence(), edits.edit(drift={"throttle_reasons": 0x40}), lambda run: run.block > 4)
 
 
 @reason("not-a-serial-queue", 2)
@@ -616,17 +493,17 @@ def _lookups_overlap(lab, change):
     def earlier(mark):
         return replace(mark, start=mark.start - 500_000) if mark.layer == 6 else mark
 
-    return change(lab.evidence(), _with_marks(earlier), _is_b)
+    return change(lab.evidence(), edits.with_marks(earlier), _is_b)
 
 
 @reason("not-a-serial-queue", 2)
 def _consumer_ran_ahead(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, wait_after=mark.done - 100_000)), _is_b)
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, wait_after=mark.done - 100_000)), _is_b)
 
 
 @reason("not-a-serial-queue", 2)
 def _kernel_of_negative_length(lab, change):
-    return change(lab.evidence(), _with_marks(lambda mark: replace(mark, start=mark.done + 10)), _is_b)
+    return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, start=mark.done + 10)), _is_b)
 
 
 def _linked(rate, **fields):
@@ -648,7 +525,7 @@ def _control_left_out(lab, change):
 
 @reason("interpreted-kernels", 2)
 def _interpreted_candidate(lab, change):
-    return change(lab.evidence("patch"), _with_print(**{"backend.mode": "interpreter"}), _is_b)
+    return change(lab.evidence("patch"), edits.with_print(**{"backend.mode": "interpreter"}), _is_b)
 
 
 @reason("emulated-cpu", 2)
@@ -696,7 +573,7 @@ def _grown(metric_shift):
 
 @reason("aa-differs", 2)
 def _twin_waits_longer(lab, change):
-    longer = _with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
+    longer = edits.with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
     return change(lab.evidence(), longer, lambda run: run.arm == "A'")
 
 
@@ -735,7 +612,7 @@ def _at_the_margin(lab, change):
 
 @reason("metric-absent", 2)
 def _no_mechanism_samples(lab, change):
-    return change(lab.evidence("patch"), _without_marks, lambda run: run.block == 3)
+    return change(lab.evidence("patch"), edits.without_marks, lambda run: run.block == 3)
 
 
 @reason("metric-absent", 3)
@@ -755,12 +632,12 @@ def _one_request_failed(lab, change):
     def fail(request):
         return replace(request, status="failed") if request.arrival_ms == 3 else request
 
-    return change(lab.evidence(), _with_requests(fail), lambda run: run.index == 7)
+    return change(lab.evidence(), edits.with_requests(fail), lambda run: run.index == 7)
 
 
 @reason("no-successful-requests", 4)
 def _limits_out_of_reach(lab, change):
-    return change(lab.evidence(), _with_requests(lambda request: replace(request, ttft_ms=1e6)))
+    return change(lab.evidence(), edits.with_requests(lambda request: replace(request, ttft_ms=1e6)))
 
 
 @reason("improvement-not-shown", 4)
@@ -841,7 +718,7 @@ def test_a_wrong_row_fails_though_it_cut_the_schedule_short(lab, change):
 def test_a_problem_stands_in_for_its_run(lab, change, status):
     """A run that ended in a problem gives the experiment the problem's status and code, never a gap."""
     lost = Problem(code="rank-died", message="rank 1 was killed", who="rank 1", status=status)
-    evidence = change(lab.evidence(), _edit(problems=(lost,)), lambda run: run.index == 4)
+    evidence = change(lab.evidence(), edits.edit(problems=(lost,)), lambda run: run.index == 4)
     first = gates.evaluate(evidence).gates[0]
     assert (first.status, first.reason) == (status, "rank-died")
     assert first.next_step

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import wilcoxon
 
 from pytest_engram import stats
 
@@ -35,6 +34,8 @@ def test_p_value_bounds_the_sign_flip_enumeration(effects):
 @pytest.mark.parametrize("n", [5, 6, 8, 12, 25])
 def test_p_value_is_wilcoxons_without_ties(n):
     """Without ties the p-value is SciPy's exact one-sided signed-rank p-value."""
+    from scipy.stats import wilcoxon  # a second of imports that only this test needs
+
     effects = np.random.default_rng(n).normal(0.3, 1, n)
     expected = wilcoxon(effects, alternative="greater", method="exact").pvalue
     assert stats.p_above(effects, 0.0) == pytest.approx(expected)

@@ -106,6 +106,16 @@ def case_staging_returns_tokens_and_keep() -> str | None:
     return None if same else "tokens or keep differ"
 
 
+def case_inputs_keep_their_alignment() -> str | None:
+    """H19: whatever the token count, each input starts on a multiple of 16 bytes within the one copy."""
+    seen = set()
+    for tokens in (1, 7, 256):
+        kinds = np.int32, np.int64, np.bool_, np.int32
+        parts = Hasher(LAYOUT, TOKEN_MAP, slot_cache=False)._send(*(np.zeros(tokens, kind) for kind in kinds))
+        seen |= {(part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts}
+    return None if seen == {0} else f"offsets {sorted(seen)}"
+
+
 def case_bad_batches_are_refused() -> str | None:
     """Token ids beyond the map, and a bound cache without slots, are errors before anything is launched."""
     plain, cached = (Hasher(LAYOUT, TOKEN_MAP, slot_cache=slots) for slots in (False, True))

@@ -332,7 +332,6 @@ def test_only_an_asked_for_backing_is_installed(monkeypatch: pytest.MonkeyPatch)
 
 def test_reserved_pages_are_given_back(tmp_path: Path) -> None:
     """The lab script's pool grows by whole 2 MiB pages for its run and is what it was after an error too."""
-    pytest.importorskip("torch", reason="the script looks up with torch")
     reserved = runpy.run_path(str(Path(__file__).with_name("backings_on_gpu.py")))["reserved_pages"]
     pool = tmp_path / "nr_hugepages"
     pool.write_text("3\n")
@@ -344,7 +343,6 @@ def test_reserved_pages_are_given_back(tmp_path: Path) -> None:
 
 def test_the_script_for_the_gpu_runs_dry(tmp_path: Path) -> None:
     """Two ranks per backing see right rows and one content; what needs a GPU is named as not measured; rates come."""
-    pytest.importorskip("torch", reason="the ranks look up with torch")
     script = Path(__file__).with_name("backings_on_gpu.py")
     options = ["--cpu", "--gib", "0.01", "--shared-gib", "0.005", "--rounds", "2", "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)

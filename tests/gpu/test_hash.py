@@ -91,21 +91,3 @@ def test_the_kernels_compile_and_no_batch_recompiles_them(tmp_path: Path) -> Non
         "tokens", "positions", "starts", "dead", "window", "window_dead", "table", "cache", "token_map",
         "multipliers", "primes", "offsets", "out",
     ]  # fmt: skip
-
-
-ALIGNED = """
-import json
-import numpy as np
-import hash_cases
-seen = set()
-for tokens in (1, 7, 256):
-    hasher = hash_cases.Hasher(hash_cases.LAYOUT, hash_cases.TOKEN_MAP, slot_cache=False)
-    parts = hasher._send(*(np.zeros(tokens, kind) for kind in (np.int32, np.int64, np.bool_, np.int32)))
-    seen |= {(part.data_ptr() - parts[0].data_ptr()) % 16 for part in parts}
-print(json.dumps(sorted(seen)))
-"""
-
-
-def test_inputs_keep_their_alignment() -> None:
-    """H19: whatever the token count, each input starts on a multiple of 16 bytes within the one copy."""
-    assert run("-c", ALIGNED, PYTHONPATH=f"{ROOT}:{CASES_FILE.parent}") == [0]

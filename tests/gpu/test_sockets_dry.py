@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -159,7 +160,8 @@ def test_copies_are_experiments_for_any_number_of_gpus(tmp_path: Path, ranks: in
 def called(out: Path, *options: str) -> tuple[Records, str]:
     """Records and printed text of one call that succeeded."""
     command = [sys.executable, str(SCRIPT), "--engine", "cpu", "--ranks", "2", "--rows", "20000", "--out", str(out)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    light = {**os.environ, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}  # its import takes as long as a phase
+    done = subprocess.run([*command, *options], env=light, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in (out / "sockets.jsonl").read_text().splitlines()], done.stdout
 

@@ -10,9 +10,25 @@ from typing import Any
 
 import pytest
 
+from pytest_engram.numa import capacity
 from pytest_engram.numa.world import RankSpec, run_world
 
 ENTRIES = Path(__file__).with_name("entries.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Markers of tests that only some machines can run."""
+    config.addinivalue_line("markers", "two_nodes: needs two memory NUMA nodes with CPUs")
+    config.addinivalue_line("markers", "guest: counts all of a machine's pages, or changes its settings")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip from here, not from each test, so that one reason is one line of the summary with its number of tests."""
+    if item.get_closest_marker("two_nodes"):
+        if sum(bool(node.cpus) for node in capacity.live_memory().memory_nodes) < 2:
+            pytest.skip("one memory node: nothing can be elsewhere")
+        if item.get_closest_marker("guest") and "PYTEST_ENGRAM_GUEST" not in os.environ:
+            pytest.skip("several memory nodes, but not the guest, whose pages and settings are the test's own")
 
 
 @dataclass

@@ -17,7 +17,8 @@ from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.table import SharedTable, build_table
 
 NODES = [node.id for node in capacity.live_memory().memory_nodes if node.cpus]
-pytestmark = pytest.mark.skipif(len(NODES) < 2, reason="one memory node: nothing can be elsewhere")
+pytestmark = pytest.mark.two_nodes
+GUEST = pytest.mark.guest
 PAGES = 512
 
 
@@ -37,7 +38,7 @@ def test_pages_lie_on_the_bound_node(backing: str) -> None:
         table.close()
 
 
-@pytest.mark.skipif("PYTEST_ENGRAM_GUEST" not in os.environ, reason="other programs' tmpfs pages count too")
+@GUEST
 def test_the_nodes_own_account_agrees() -> None:
     """The bound node's Shmem grows by the table and the other's does not, up to the kernel's per-CPU batches."""
     first, second = NODES[:2]
@@ -106,9 +107,6 @@ def test_moving_a_page_is_seen_by_the_audit() -> None:
     assert moved[other] >= 1
     assert sum(moved.values()) == PAGES
     table.close()
-
-
-GUEST = pytest.mark.skipif("PYTEST_ENGRAM_GUEST" not in os.environ, reason="changes the machine's settings")
 
 
 @GUEST

@@ -76,8 +76,8 @@ def test_a_silent_rank_meets_the_deadline(world: Any) -> None:
 def test_a_stopped_rank_that_takes_no_answer_meets_the_deadline(world: Any) -> None:
     """An answer larger than a socket's buffer does not hang the launcher behind a rank that no longer reads."""
     begin = time.monotonic()
-    with pytest.raises(PeerError, match=r"rank 2 \(step 'large'\): nothing was heard for 3 s; expected") as caught:
-        world("stopped", ranks=3, length=2_000_000, deadline_s=3)
+    with pytest.raises(PeerError, match=r"rank 2 \(step 'large'\): nothing was heard for 2 s; expected") as caught:
+        world("stopped", ranks=3, length=2_000_000, deadline_s=2)
     assert caught.value.code == "peer-deadline"
     assert time.monotonic() - begin < 15
     assert world.told == dict.fromkeys((0, 1), str(caught.value)), "ranks that are well had time to end"
@@ -86,7 +86,7 @@ def test_a_stopped_rank_that_takes_no_answer_meets_the_deadline(world: Any) -> N
 
 def test_the_deadline_covers_silence_not_work(world: Any) -> None:
     """Long work with check() between its pieces outlives the deadline; nobody is blamed."""
-    assert world("patient", seconds=2, deadline_s=1)[0] >= 2
+    assert world("patient", seconds=1.5, deadline_s=1)[0] >= 1.5
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGINT])

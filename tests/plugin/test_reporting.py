@@ -67,7 +67,8 @@ workload: {hidden: 32, layers: 3, engram_layers: [1, 2], tokens: 8, steps: 2, wa
 
 def run(folder, *arguments):
     """One pytest run in its own process, in a project of its own, not as the xdist worker that this may be."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=junit.xml", "--engram-report=run"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += ["--junitxml=junit.xml", "--engram-report=run"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [*command, *arguments], cwd=folder, env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
@@ -138,7 +139,7 @@ def test_verdict_hook_is_called_once_each(measured):
     assert sorted(line.split()[0] for line in (folder / "verdicts.log").read_text().splitlines()) == ["A1", "T1"]
 
 
-def test_failed_gates_keep_their_word(tmp_path):
+def test_failed_gates_keep_their_word(tmp_path, run_here):
     """Where gates are enforced, the summary labels a failed gate with the gate's status, and JUnit agrees."""
     (tmp_path / "test_one.py").write_text(
         "from types import SimpleNamespace\n"
@@ -150,7 +151,7 @@ def test_failed_gates_keep_their_word(tmp_path):
         "                      gates=gates, protocol_hash='')\n"
         "    engram_edge.settle(SimpleNamespace(verdict=verdict), request.node)\n"
     )
-    done = run(tmp_path, "-ra")
+    done = run_here("-ra", "--junitxml=junit.xml", cwd=tmp_path)
     assert "GATE FAIL test_one.py::test_one" in done.stdout, done.stdout
     assert properties(tmp_path)["test_one"]["engram_status"] == "FAIL"
 

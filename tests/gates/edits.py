@@ -1,0 +1,90 @@
+"""Ways to break one run of synthetic evidence, loaded by its tests: each gives a function of a run."""
+
+from dataclasses import replace
+
+from pytest_engram.model import SweepSample
+
+
+def edit(**fields):
+    return lambda run: replace(run, **fields)
+
+
+def with_print(**values):
+    return lambda run: replace(run, fingerprint={**run.fingerprint, **values})
+
+
+def with_cases(where, make):
+    return lambda run: replace(run, **{where: make(getattr(run, where))})
+
+
+def with_audits(make):
+    """Replace every page distribution by ``make(audit)``; None drops it."""
+
+    def change(run):
+        placed = (
+            replace(sample, distributions=tuple(new for a in sample.distributions if (new := make(a)) is not None))
+            for sample in run.placement
+        )
+        return replace(run, placement=tuple(placed))
+
+    return change
+
+
+def with_marks(make):
+    """Replace every lookup mark by ``make(mark)``."""
+
+    def change(run):
+        overlap = (
+            replace(s, timelines=tuple(replace(t, lookups=tuple(map(make, t.lookups))) for t in s.timelines))
+            for s in run.overlap
+        )
+        return replace(run, overlap=tuple(overlap))
+
+    return change
+
+
+def without_marks(run):
+    """A run whose steps were not marked."""
+    return replace(run, overlap=tuple(replace(sample, timelines=()) for sample in run.overlap))
+
+
+def with_point(tokens, *, early):
+    """A sweep's point whose marked step is the run's own, of another size: with early lookups or without."""
+
+    def change(run):
+        line = run.overlap[0].timelines[0]
+        if early:
+            marks = tuple(replace(mark, submit=950 + n) for n, mark in enumerate(line.lookups))
+            spans = tuple(replace(span, start=1000, end=1900) for span in line.spans if span.layer == 0)
+            line = replace(line, lookups=marks, spans=spans)
+        point = SweepSample(
+            rank=0, tokens=tokens, peers=1, lookup_ns=(1,), exposed_ns=(0,), main_ns=(1,), quiet_main_ns=(1,),
+            source_bytes=1, timeline=replace(line, tokens=tokens),
+        )  # fmt: skip
+        return replace(run, sweep=(point,))
+
+    return change
+
+
+def with_requests(make):
+    def change(run):
+        return replace(run, serving=tuple(replace(s, requests=tuple(map(make, s.requests))) for s in run.serving))
+
+    return change
+
+
+def sampled(field, rank=0, **fields):
+    """A run in which the fields of one rank's sample are others."""
+    return lambda run: replace(run, **{field: tuple(
+        replace(one, **fields) if one.rank == rank else one for one in getattr(run, field))})  # fmt: skip
+
+
+def timed(**fields):
+    """A run in which the fields of every timeline are others."""
+
+    def change(run):
+        lines = (tuple(replace(line, **fields) for line in one.timelines) for one in run.overlap)
+        overlap = (replace(one, timelines=made) for one, made in zip(run.overlap, lines, strict=True))
+        return replace(run, overlap=tuple(overlap))
+
+    return change
