@@ -21,7 +21,7 @@ Share = dict[int, float]  # NUMA node -> share of all pages
 def placement(case: Case) -> Iterator[Finding]:
     """Every run as asked, and some rank's pages elsewhere than in A."""
     yield from as_held(case)
-    shares = {arm: _after_replay(case.of(arm)) for arm in ("A", *case.candidates)}
+    shares = {arm: _after_replay(case, arm) for arm in ("A", *case.candidates)}
     moved = tuple(arm for arm in case.candidates if _differ(shares["A"], shares[arm]))
     words = "; ".join(f"{arm}: {_words(found)}" for arm, found in shares.items())
     limit = f"pages as asked in {len(case.runs)} runs, on every rank, at three moments"
@@ -118,8 +118,12 @@ def _sharing(table: TablePlan, identities: set[str], seen: set[str], where: str)
     seen |= identities - {"anon"}
 
 
-def _after_replay(runs: list[RunRecord]) -> dict[int, Share]:
-    """What each rank reads after the replay, as the mean of ``runs``: stock placement may differ from run to run."""
+def _after_replay(case: Case, arm: str) -> dict[int, Share]:
+    """What each rank reads after the replay, as the mean of the arm's runs: stock placement may differ between them.
+
+    Those of A' count with A's, as they do in every effect.
+    """
+    runs = [run for (_, name), run in case.runs.items() if base_arm(name) == arm]
     found: dict[int, Share] = {}
     audits = (audit for run in runs for sample in run.placement for audit in sample.distributions)
     for audit in (audit for audit in audits if audit.moment is Moment.REPLAYED):
@@ -168,7 +172,7 @@ def prediction(case: Case, arm: str, rank: int) -> str | None:
 
 def _cost(case: Case, arm: str, rank: int) -> float | None:
     """The mean distance of the rank's pages, weighted by where the kernel says they lie in ``arm``."""
-    share = _after_replay(case.of(arm)).get(rank, {})
+    share = _after_replay(case, arm).get(rank, {})
     parts = [(part, from_rank(case, rank, node)) for node, part in share.items()]
     known = [(part, away) for part, away in parts if away is not None]
     if not known or len(known) < len(parts):

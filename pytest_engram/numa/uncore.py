@@ -76,7 +76,7 @@ class SocketLink:
             for counter in wanted(tree or Tree(), cpus):
                 self._counters[_syscalls.perf_event_open(*counter[2])] = counter
             self._last = self._read()
-        except (EngramError, OSError, struct.error) as error:
+        except (EngramError, OSError, ValueError, struct.error) as error:  # ValueError: a number that is none
             denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM)
             self.close(f"{error}; {_DENIED}" if denied else str(error))
 

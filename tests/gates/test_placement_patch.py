@@ -59,6 +59,16 @@ def test_the_direction_is_each_ranks_own(patched, change):
     assert gates.evaluate(everywhere).gates[1].reason == "treatment-delivered"
 
 
+def test_stock_pages_are_those_of_a_and_of_its_twin(lab, change):
+    """Effects are against the mean of A and A', so pages are, too: each on a node of its own, they lie as if spread."""
+    evidence = lab.evidence(NAME, hold={**HOLD, "policy": "interleave"})
+    for twin, reason, words in ((0, "treatment-delivered", "N0 100.0%"), (1, "no-treatment", "N0 50.0%/N1 50.0%")):
+        stock = change(change(evidence, pages("A", {0: 10_000})), pages(("A'",), {twin: 10_000}))
+        rung = gates.evaluate(stock).gates[1]
+        assert rung.reason == reason
+        assert f"A: rank 0 {words}" in rung.observed
+
+
 def test_pages_of_the_stock_build_are_audited_all_the_same(patched, change):
     """Not obeying is the stock build's right, not being looked at is not."""
     blind = change(patched, lambda run: replace(run, placement=()), lambda run: run.arm == "A")

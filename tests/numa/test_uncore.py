@@ -6,6 +6,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,14 @@ def test_a_real_counter(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uncore, "LINKS", (row._replace(events=("event=0xfe",)),))
     assert "perf_event_open: E" in str(SocketLink((0,), tree).take()[KEY])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("name", "text"), [("events/rd_bytes_rem", "event=?"), ("type", "none")])
+def test_text_that_no_kernel_wrote_yet_is_an_absence(machine: Any, kernel: Kernel, name: str, text: str) -> None:
+    """An event or a type that is no number opens nothing and raises nothing: the reason quotes it."""
+    good = {**GRACE, "cpumask": "0"}
+    with closing(SocketLink((0,), machine("", {"nvidia_nvlink_c2c0_pmu_0": good}))) as link:
+        assert (link.absent, len(kernel.opened)) == (None, 1)
+    link = SocketLink((0,), machine("", {"nvidia_nvlink_c2c0_pmu_0": {**good, name: text}}))
+    assert len(kernel.opened) == 1
+    assert text.rpartition("=")[2] in str(link.take()[KEY])
