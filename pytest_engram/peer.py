@@ -6,6 +6,7 @@ complete or a problem, never half.
 
 from __future__ import annotations
 
+import inspect
 import time
 import zlib
 from collections.abc import Mapping
@@ -98,6 +99,13 @@ class Peer:
         mounted = [mounts.enter(group, placement)] if by == "mount" else []
         asked = {} if mounted else {"policy": placement.policy}
         make = partial(allocate, group, nbytes, engine.cudart(group.rank), backing=placement.backing, **asked)
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise NotMeasurable(
+                str(error), code="no-policy", who=f"backend {self.plan.backends[arm]}", where=f"placement_by: {by}",
+                expected="storage(group, nbytes, cudart, *, backing, policy)", way_out="let its `storage` take them",
+            ) from None  # fmt: skip
         table = adopt_table(group, placement, nbytes, make, register=register)
         table.receipts[:0] = mounted
         return table

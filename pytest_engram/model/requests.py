@@ -153,4 +153,4 @@ class Plan:
     @property
     def storage_in_question(self) -> bool:
         """Whether storage and replay cases belong to gate 0: the arms share differently, or allocate by themselves."""
-        return self.regrouped or self.experiment.hold.get("placement_by") == "engine"
+        return self.regrouped or self.experiment.hold.get("placement_by") in ("engine", "mount")

@@ -146,3 +146,23 @@ def test_a_backend_without_tables_is_not_measured(by: str, monkeypatch: pytest.M
     (problem,) = runner.run(plan_of("test_adopted:NoStorage", by)).problems
     assert (problem.code, problem.status) == ("no-storage", Status.NOT_MEASURED)
     assert "placement_by: order" in problem.message
+
+
+class DeafStorage(ReferenceBackend):
+    """Allocates as it always did: nobody told it of policies."""
+
+    name = "deaf-storage"
+
+    def storage(self, group: Any, nbytes: int, cudart: Any, *, backing: str = "tmpfs") -> Any:  # type: ignore[override]
+        """The reference's own, by default policy."""
+        return super().storage(group, nbytes, cudart, backing=backing)
+
+
+def test_a_storage_that_takes_no_policy_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``engine`` asks for a policy, so a ``storage`` that cannot hear it is an absence; under a mount none is passed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    (problem,) = runner.run(plan_of("test_adopted:DeafStorage")).problems
+    assert (problem.code, problem.status) == ("no-policy", Status.NOT_MEASURED)
+    assert "unexpected keyword argument 'policy'" in problem.message
+    problems = runner.run(plan_of("test_adopted:DeafStorage", "mount")).problems
+    assert [one.code for one in problems] in ([], ["no-private-mount"])
