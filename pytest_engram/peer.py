@@ -98,15 +98,15 @@ class Peer:
             )  # fmt: skip
         mounted = [mounts.enter(group, placement)] if by == "mount" else []
         asked = {} if mounted else {"policy": placement.policy}
-        make = partial(allocate, group, nbytes, engine.cudart(group.rank), backing=placement.backing, **asked)
+        told, named = (group, nbytes, engine.cudart(group.rank)), {"backing": placement.backing, **asked}
         try:
-            inspect.signature(make).bind()
+            inspect.signature(allocate).bind(*told, **named)
         except TypeError as error:
             raise NotMeasurable(
                 str(error), code="no-policy", who=f"backend {self.plan.backends[arm]}", where=f"placement_by: {by}",
                 expected="storage(group, nbytes, cudart, *, backing, policy)", way_out="let its `storage` take them",
             ) from None  # fmt: skip
-        table = adopt_table(group, placement, nbytes, make, register=register)
+        table = adopt_table(group, placement, nbytes, partial(allocate, *told, **named), register=register)
         table.receipts[:0] = mounted
         return table
 
