@@ -181,8 +181,11 @@ def lookup_faults(shard: Any, ids: Any, out: Any, kind: str = "") -> Iterator[tu
 def _gather(shard: Any, wanted: NDArray[np.int64], out: Bf16) -> None:
     owned = (wanted >= shard.start) & (wanted < shard.end)
     local = wanted[owned] - shard.start
-    out[owned] = decode_rows(shard.weight.take(local, axis=0), shard.scales.take(local, axis=0))
-    out[~owned] = 0
+    rows = shard.weight.take(local, axis=0), shard.scales.take(local, axis=0)
+    if len(local) == len(out):  # as usual: in place, without a copy
+        decode_rows(*rows, out)
+    else:
+        out[owned], out[~owned] = decode_rows(*rows), 0
 
 
 def _splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:

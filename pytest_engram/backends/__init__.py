@@ -76,5 +76,5 @@ def receipt_of(backend: Backend) -> dict[str, str]:
     for kind in type(backend).__mro__[:-1]:
         with contextlib.suppress(OSError, TypeError):  # a class without a file is in the receipt by its version only
             sources.update(inspect.getsource(kind).encode())
-    told = {key: str(value) for key, value in backend.receipt().items()}  # torch's version is a str that no codec takes
-    return {**told, "code": sources.hexdigest()}
+    # As text: torch's version is of a type that no codec takes.
+    return {**{key: str(value) for key, value in backend.receipt().items()}, "code": sources.hexdigest()}

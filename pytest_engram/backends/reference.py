@@ -24,9 +24,8 @@ from pytest_engram.errors import UsageError
 from pytest_engram.gpu.registration import Cudart, register, require
 from pytest_engram.hashing import EngramLayout, HashBatch, SlotCache, dummy_ids, hash_ids, padded_ids
 from pytest_engram.layout import parameter_name, sharing_group
-from pytest_engram.model import PlacementPlan, TablePlan
 from pytest_engram.numa.capacity import check_capacity, live_memory
-from pytest_engram.numa.group import Group
+from pytest_engram.numa.group import Group, SoloGroup
 from pytest_engram.numa.table import SharedTable, build_table, plan_for
 from pytest_engram.rows import gated_residual, lookup_rows
 from pytest_engram.tokens import build_token_map
@@ -116,8 +115,7 @@ class ReferenceBackend:
 
     def fits(self, nbytes: int, *, cgroup_free: int) -> None:
         """Raise ``UsageError`` for a table that does not fit this machine, or a memory cgroup with that much room."""
-        tables = (TablePlan(ranks=(0,), mode="default", nodes=()),)
-        plan = PlacementPlan(policy="default", backing="tmpfs", tables=tables)
+        plan = plan_for(SoloGroup(), "default", "tmpfs")
         check_capacity(plan, nbytes, live_memory(), None, cgroup_free, reserve=0)
 
 

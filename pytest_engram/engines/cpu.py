@@ -38,9 +38,8 @@ class EmulatedCudart:
 
     def register(self, address: int, nbytes: int) -> int:
         """Fault untouched pages with write intent, under this task's policy and on its CPU."""
-        first = address // mmap.PAGESIZE * mmap.PAGESIZE  # CUDA takes any address, madvise the start of a page
-        pages = -(-(address + nbytes - first) // mmap.PAGESIZE)
-        _syscalls.madvise(first, pages * mmap.PAGESIZE, _syscalls.MADV_POPULATE_WRITE)
+        lead = address % mmap.PAGESIZE  # CUDA takes any address, madvise the start of a page and any length
+        _syscalls.madvise(address - lead, nbytes + lead, _syscalls.MADV_POPULATE_WRITE)
         return 0
 
     def unregister(self, address: int) -> int:  # noqa: ARG002 - CUDA's signature

@@ -33,7 +33,7 @@ def read_topology(
     gpus, claimed, gpu_notes = read_gpus(tree, nodes, gpu_sources or {}, stand_ins=stand_ins)
     # Coherent GPU memory is CPU-less and claimed; without any GPU, CPU-less memory is just CXL or HBM.
     own = {node.id for node in nodes if node.id in claimed and not node.cpus and node.has_memory}
-    sockets, socket_notes = _sockets(tree)
+    sockets, socket_notes = read_sockets(tree)
     cpus_allowed, mems_allowed, allowed_notes = _allowed(tree)
     return Topology(
         nodes=tuple(replace(node, gpu_memory=node.id in own) for node in nodes), sockets=sockets, gpus=gpus,
@@ -107,7 +107,7 @@ def read_memory(tree: Tree) -> tuple[tuple[NumaNode, ...], list[str]]:
     return placed, [f"{note}; node {holders[0]} alone has memory, so the rest is counted as its own"]
 
 
-def _sockets(tree: Tree) -> tuple[dict[int, tuple[int, ...]], list[str]]:
+def read_sockets(tree: Tree) -> tuple[dict[int, tuple[int, ...]], list[str]]:
     """Physical packages from each CPU's own file; some arm64 firmware gives -1, which is no socket."""
     cpus = tree.need_numbers(f"{_CPU}/online")
     packages = {cpu: tree.number(f"{_CPU}/cpu{cpu}/topology/physical_package_id") for cpu in cpus}

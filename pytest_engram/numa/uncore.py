@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.numa import _syscalls
+from pytest_engram.numa.topology import read_sockets
 from pytest_engram.numa.tree import Tree, parse_list
 
 KEY = "cross_socket_in_bytes"  # hypothesis 1 reads every key that begins with ``cross_socket``
@@ -127,14 +128,15 @@ def wanted(tree: Tree, cpus: Sequence[int]) -> list[Counter]:
         raise NotMeasurable(seen)
     model = _model(tree)
     rows = [(link, unit) for link in LINKS if re.fullmatch(link.cpus, model) for unit in tree.names(_UNITS, link.unit)]
-    own, sockets = {_socket(tree, cpu) for cpu in cpus}, {_socket(tree, cpu) for cpu in tree.need_numbers(_ONLINE)}
+    home = {cpu: socket for socket, its in read_sockets(tree)[0].items() for cpu in its}
+    own, sockets = {_socket(home, cpu) for cpu in cpus}, {_socket(home, cpu) for cpu in tree.need_numbers(_ONLINE)}
     if len(own) != 1 or len(sockets) < 2 or (len(sockets) > 2 and any(link.far for link, _ in rows)):
         raise NotMeasurable(f"the rank's CPUs are on {len(own)} of {len(sockets)} sockets: no one link to count")
     counters = [
         (link, unit, (int(_need(tree, unit, "type")), *_encode(tree, unit, event), cpu))
         for link, unit in rows
         for cpu in parse_list(_need(tree, unit, "cpumask"), where=f"/{_UNITS}/{unit}/cpumask")
-        if _socket(tree, cpu) in (sockets - own if link.far else own)
+        if _socket(home, cpu) in (sockets - own if link.far else own)
         for event in link.events
     ]
     if not counters:
@@ -162,11 +164,10 @@ def _need(tree: Tree, unit: str, name: str) -> str:
     return text
 
 
-def _socket(tree: Tree, cpu: int) -> int:
-    package = tree.number(f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id")
-    if package is None or package < 0:
+def _socket(home: dict[int, int], cpu: int) -> int:
+    if cpu not in home:
         raise NotMeasurable(f"the socket of CPU {cpu} is unknown")
-    return package
+    return home[cpu]
 
 
 def _model(tree: Tree) -> str:
