@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import faults_engine  # noqa: E402
 import faults_hash  # noqa: E402
 import faults_rows  # noqa: E402
+import faults_storage  # noqa: E402
 
 from pytest_engram.cases import bench  # noqa: E402
 from pytest_engram.cases.case import Case  # noqa: E402
@@ -26,7 +27,7 @@ from pytest_engram.checks import CASES, check  # noqa: E402
 
 bench._DEADLOCK_S = 0.5  # here a consumer that waits for too much is expected
 
-FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS}
+FAULTS = {**faults_hash.FAULTS, **faults_rows.FAULTS, **faults_engine.FAULTS, **faults_storage.FAULTS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

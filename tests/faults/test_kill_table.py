@@ -42,13 +42,13 @@ def test_there_are_enough_faults(table: ModuleType) -> None:
 
 def test_planting_alone_changes_nothing(table: ModuleType) -> None:
     """The planting machinery itself is harmless: without a fault no case fails."""
-    hashes, rows, engines = table.faults_hash, table.faults_rows, table.faults_engine
+    hashes, rows, engines, storages = (vars(table)[f"faults_{name}"] for name in ("hash", "rows", "engine", "storage"))
     harmless = {
         "H": [hashes._batch(), hashes._layout(), hashes._ids(lambda ids: ids), hashes._arithmetic(),
               hashes._values(hashes._at(lambda sources, shift: sources.at(shift)))],
         "L": [rows._ids(lambda ids, _: ids), rows._decoded(lambda out, *_: out), rows._gate_by()],
         "P": [engines._prepare_after(lambda _: None), engines._consumer_waits_for(lambda own, _: [own])],
-        "S": [engines._storage(engines._subclass())],
+        "S": [storages._storage(storages._subclass())],
     }  # fmt: skip
     tried = [(backend, table.family(line)) for line, backends in harmless.items() for backend in backends]
     assert [table.failing(*each) for each in tried] == [[]] * 11
