@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from itertools import islice
-from statistics import median
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from pytest_engram.queueing import queue_report
 from pytest_engram.rows import decode_rows, synthetic_at
 from pytest_engram.serving.replay import fixed_batches
 
+HICCUPS = 8  # a busy machine may delay a thread past what a test looks for, but not in so many steps in a row
 EARLY, LATE = StepSettings(submission="early"), StepSettings(submission="at_consumption")
 
 
@@ -166,8 +166,8 @@ def test_early_submission_hides_waiting(bench):
     engine = bench.engine(SlowBackend(), hidden=512)
     waits = {}
     for settings in (EARLY, LATE):
-        results = [engine.step(batch, settings, marks=False) for batch in batches(bench, 7, tokens=64)]
-        waits[settings] = median(result.step_ns - result.main_ns for result in results) / 1e6
+        results = [engine.step(batch, settings, marks=False) for batch in batches(bench, HICCUPS, tokens=64)]
+        waits[settings] = min(result.step_ns - result.main_ns for result in results) / 1e6
     assert waits[LATE] >= 9.8
     assert waits[EARLY] < waits[LATE] - 0.5
 
@@ -317,21 +317,26 @@ def test_an_inline_lookup_is_its_consumers_own_work(bench, settings):
 
 def test_waiting_for_the_stream_waits_for_later_layers(bench):
     """The first consumer waits for both lookups, where its own event would have let it go after one."""
-    ends = {}
-    for settings in (EARLY, StepSettings(wait="stream")):
-        engine = bench.engine(SlowBackend())
-        first, second = engine.step(batches(bench, 1)[0], settings, marks=True).timeline.lookups
-        ends[settings.wait] = first.wait_after, second.done
-    assert ends["layer"][0] < ends["layer"][1]
-    assert ends["stream"][0] >= ends["stream"][1]
+    engine, batch = bench.engine(SlowBackend()), batches(bench, 1)[0]
+
+    def early(settings):
+        first, second = engine.step(batch, settings, marks=True).timeline.lookups
+        return first.wait_after < second.done
+
+    assert any(early(EARLY) for _ in range(HICCUPS))
+    assert not any(early(StepSettings(wait="stream")) for _ in range(HICCUPS))
 
 
 def test_two_streams_are_no_serial_queue(bench):
     """Negative control: lookups that alternate between two workers overlap, and the queue model says so."""
     engine, batch = bench.engine(SlowBackend()), batches(bench, 1)[0]
-    reports = [queue_report(engine.step(batch, StepSettings(streams=n), marks=True).timeline) for n in (1, 2)]
-    assert "overlaps the lookup of layer 1" in reports[1].reason
-    assert "overlaps" not in (reports[0].reason or "")
+
+    def overlap(streams):
+        report = queue_report(engine.step(batch, StepSettings(streams=streams), marks=True).timeline)
+        return "overlaps the lookup of layer 1" in (report.reason or "")
+
+    assert any(overlap(2) for _ in range(HICCUPS))
+    assert not any(overlap(1) for _ in range(HICCUPS))
 
 
 def test_a_hanging_stream_ends_at_the_deadline(bench):

@@ -15,9 +15,12 @@ ROOT = HERE.parents[1]
 
 @pytest.fixture
 def judge(tmp_path):
-    """Run base ``Slow`` against a candidate; returns (exit code, output, the planted verdict)."""
+    """Run base ``Slow`` against a candidate; returns (exit code, output, the planted verdict).
 
-    def run(candidate, *options):
+    A machine that others disturb cannot tell (exit 11 or 13): where a verdict must come, it is asked ``again``.
+    """
+
+    def run(candidate, *options, again=0):
         report = tmp_path / candidate
         command = [
             sys.executable, "-m", "pytest", "-m", "serving", "suites/serving", "-p", "no:cacheprovider",
@@ -27,6 +30,8 @@ def judge(tmp_path):
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(HERE)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if again and done.returncode in (11, 13):
+            return run(candidate, *options, again=again - 1)
         section = json.loads((tmp_path / "run.json").read_text())["engram"]
         return done.returncode, done.stdout, section["verdicts"][0]
 
@@ -40,7 +45,7 @@ def stopped_at(verdict):
 
 def test_faster_candidate_may_say_so(judge, tmp_path):
     """A candidate that is really faster end to end exits 0 and prints the one sentence, offline too."""
-    code, output, verdict = judge("Faster")
+    code, output, verdict = judge("Faster", again=2)
     assert (code, verdict["status"]) == (0, "PASS"), output
     assert verdict["sentence"] in " ".join(output.split())
     assert "suite loop" in verdict["sentence"]
@@ -54,7 +59,7 @@ def test_faster_candidate_may_say_so(judge, tmp_path):
 
 def test_one_wrong_row_stops_at_gate_0(judge):
     """The same candidate with one corrupted row fails correctness (exit 10), however fast it is."""
-    code, output, verdict = judge("FasterWrongRow")
+    code, output, verdict = judge("FasterWrongRow", again=2)
     assert (code, verdict["status"], stopped_at(verdict)) == (10, "FAIL", 0), output
     assert verdict["sentence"] is None
 
@@ -78,6 +83,6 @@ def test_renamed_code_moves_nothing(judge):
 
 def test_only_a_shorter_wait_stops_before_gate_4(judge):
     """A candidate that hides the wait at the main computation's cost fails gate 3."""
-    code, output, verdict = judge("OnlyShorterWait", "--engram-pairs=6")
+    code, output, verdict = judge("OnlyShorterWait", "--engram-pairs=6", again=2)
     assert code == 10, output
     assert stopped_at(verdict) == 3
