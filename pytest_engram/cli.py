@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotMeasurable as absent:
         print(f"NOT_MEASURED: {absent}", file=sys.stderr)
         return 12
-    except EngramError as error:
+    except (EngramError, OSError) as error:
         print(f"pytest-engram: error: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UsageError) else 1
+        return EXIT_USAGE if isinstance(error, (UsageError, OSError)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +89,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from pytest_engram import forecast, session
 
-    session.check_numbers(arguments.rows, arguments.pairs)
+    session.check_numbers(arguments.rows, arguments.pairs, arguments.seed)
     for line in forecast.lines(arguments):
         print(line, flush=True)
     return 0
@@ -97,10 +97,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _gate(arguments: argparse.Namespace) -> int:
     from pytest_engram.report import trace
+    from pytest_engram.report.records import read_results
     from pytest_engram.report.results import gate_files
     from pytest_engram.session import load_experiments, parse_requirements
 
-    if not arguments.files and (arguments.write_trace or not arguments.trace):
+    judging = arguments.write_trace or arguments.require or arguments.baseline or arguments.markdown
+    if not arguments.files and (judging or not arguments.trace):
         raise UsageError("nothing to judge", code="no-results", expected="result files, or --trace FILE")
     if arguments.trace:
         print("\n".join(trace.report(arguments.trace, arguments.names)))
@@ -108,10 +110,9 @@ def _gate(arguments: argparse.Namespace) -> int:
         print(trace.write(arguments.write_trace, arguments.files))
     if not arguments.files:
         return 0
-    require = parse_requirements(arguments.require, load_experiments()) if arguments.require else None
-    _verdicts, code, lines = gate_files(
-        arguments.files, baseline=arguments.baseline, require=require, markdown=arguments.markdown
-    )
+    judged = {one.experiment for one in read_results(arguments.files)} if arguments.require else ()
+    require = parse_requirements(arguments.require, [*dict.fromkeys((*load_experiments(), *judged))])
+    _, code, lines = gate_files(arguments.files, arguments.baseline, require, markdown=arguments.markdown)
     print("\n".join(lines))
     return code
 

@@ -71,7 +71,7 @@ def load(path: Path) -> Any:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_whole)
     except json.JSONDecodeError as error:
         seen = f"line {error.lineno} column {error.colno}: {error.msg if text.strip() else 'the file is empty'}"
     except UnicodeDecodeError as error:
@@ -116,3 +116,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20:  # beyond 64 bits
+        raise ValueError(f"{text[:20]}… is larger than any number here")
+    return int(text)

@@ -53,19 +53,15 @@ class Edge:
         matches = Expression.compile(expression).evaluate
         named = [marker for marker in MEASUREMENT_MARKERS if matches(_only(marker))]
         if named and not matches(_only("")):
-            raise UsageError(
-                f"-m {expression!r} names measurement ({', '.join(named)})", code="measurement-under-xdist",
-                where="-n", expected="measurements alone in one process", way_out="drop -n, or use -m correctness",
-            )  # fmt: skip
+            seen, way = f"-m {expression!r} names measurement ({', '.join(named)})", "drop -n, or use -m correctness"
+            raise UsageError(seen, code="measurement-under-xdist", where="-n", expected="one process", way_out=way)
 
     def _forbid(self) -> None:
         disabled = any(self.option(f"benchmark_{word}", default=False) for word in ("disable", "skip", "only"))
-        for holds, code, message in (
-            (disabled, "benchmarks-disabled", "benchmarks are disabled, skipped or filtered by an option"),
-            (self.worker, "xdist-worker", "an xdist worker shares the machine with its siblings"),
-        ):
-            if holds:
-                self.session.forced = Problem(code=code, message=message, status=Status.NOT_MEASURED)
+        found = [("xdist-worker", "an xdist worker shares the machine with its siblings")] * self.worker
+        found += [("benchmarks-disabled", "benchmarks are disabled, skipped or filtered by an option")] * disabled
+        for code, message in found[:1]:
+            self.session.forced = Problem(code=code, message=message, status=Status.NOT_MEASURED)
 
     def _tell(self, text: str) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")

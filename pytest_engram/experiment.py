@@ -21,6 +21,7 @@ from pytest_engram.errors import UsageError
 from pytest_engram.experiment_rules import Where, faults
 from pytest_engram.model import Claim, Experiment
 
+_FLOAT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
 _MAKE: dict[str, Callable[[str], Any]] = {
     "str": str, "int": int, "float": float, "bool": "true".__eq__, "null": lambda _text: None,
 }  # fmt: skip
@@ -100,9 +101,10 @@ class _Source:
     def __init__(self, text: str, name: str) -> None:
         self._name = name
         self._lines: dict[Where, int] = {(): 1}
+        self._seen: set[yaml.Node] = set()
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             self._lines[()] = mark.line + 1 if mark else 1
             self.refuse((), f"not YAML: {getattr(error, 'problem', error)}", "one YAML mapping")
@@ -140,6 +142,9 @@ class _Source:
         self.refuse(where, repr(reduce(lambda tree, key: tree[key], where, self.tree)), wanted)
 
     def _value(self, node: yaml.Node, where: Where) -> Any:
+        if node in self._seen:  # it could hold itself, or a billion others
+            self.refuse(where, "an alias", "every entry written out")
+        self._seen.add(node)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, where)
         if isinstance(node, yaml.SequenceNode):
@@ -165,8 +170,8 @@ class _Source:
         tag, text = node.tag.rpartition(":")[2], str(node.value)
         if tag == "bool" and text not in ("true", "false"):
             self.refuse(where, f"{text}, which YAML 1.1 reads as a truth value", "true or false, or text in quotes")
-        if tag == "int" and not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", text):
+        if tag == "int" and not re.fullmatch(r"[-+]?(0|[1-9](_?[0-9]){0,17})", text):
             self.refuse(where, f"{text}, which YAML 1.1 does not read as decimal", "a whole number in plain decimal")
-        if tag not in _MAKE or (tag == "float" and not re.fullmatch(r"[-+0-9._eE]*[0-9][-+0-9._eE]*", text)):
+        if tag not in _MAKE or (tag == "float" and not re.fullmatch(_FLOAT, text)):
             self.refuse(where, text, "text, true, false, null or a number, finite and in plain decimal")
         return _MAKE[tag](text)

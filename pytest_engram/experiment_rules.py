@@ -44,10 +44,10 @@ _NAME: Bound = (lambda name: isinstance(name, str) and name != "", "a name")
 _VARIABLES: dict[str, Bound] = {
     "policy": (_policy, "one of: " + ", ".join(policy.usage for policy in POLICIES.values())),
     "submission": (("early", "at_consumption").__contains__, "early or at_consumption"),
-    "cap": (lambda cap: cap is None or (type(cap) is int and cap > 0), "null or a number of programs"),
+    "cap": (lambda cap: cap is None or (type(cap) is int and 0 < cap < 1 << 31), "null or a number of programs"),
     "backend": _NAME,
     "wait": (("layer", "stream").__contains__, "layer (its own lookup) or stream (all that was submitted)"),
-    "inline_above": (lambda most: most is None or (type(most) is int and most >= 0), "null or a number of tokens"),
+    "inline_above": (lambda n: n is None or (type(n) is int and 0 <= n < 1 << 31), "null or a number of tokens"),
     "streams": (lambda count: type(count) is int and count in (1, 2), "1, or 2 as a negative control"),
     "graph": (lambda on: type(on) is bool, "true (replay a CUDA graph) or false"),
 }
@@ -66,7 +66,7 @@ _DEFAULTS = {
     "policy": "default", "backing": "tmpfs", "submission": "early", "cap": None, "wait": "layer", "inline_above": None,
     "streams": 1, "graph": False, "placement_by": "order",
 }  # fmt: skip
-_SPAN: Bound = (lambda span: 1 <= span[0] <= span[1], "[least, most] with 1 ≤ least ≤ most")
+_SPAN: Bound = (lambda span: 1 <= span[0] <= span[1] <= 1 << 20, "[least, most] with 1 ≤ least ≤ most ≤ 1048576")
 _MOST = {"hidden": 65_536, "layers": 1024, "tokens": 65_536, "steps": 100_000}  # far above any model, below any memory
 _POSITIVE: Bound = (lambda value: 0 < value < math.inf, "above 0 and finite")
 
@@ -77,7 +77,7 @@ _BOUNDS: dict[str, Bound] = {
     "subject": _among("suite loop"),
     "engines": (lambda names: bool(names) and {*names} <= {"cpu", "cuda"}, "one or both of cpu, cuda"),
     "blocks": _from(MINIMUM_BLOCKS, 1000, " blocks: with fewer no signed-rank test can decide"),
-    "alpha": (lambda level: 0 < level <= 0.05, "a one-sided level above 0 and up to 0.05; 0.025 is usual"),
+    "alpha": (lambda level: 1e-300 < level <= 0.05, "a one-sided level above 0 and up to 0.05; 0.025 is usual"),
     "aa_level": (lambda level: 0 < level <= 0.2, "a two-sided level above 0 and up to 0.2"),
     "cooldown_s": _from(0, 3600),
     "ranks": _from(1, 64),
@@ -85,13 +85,13 @@ _BOUNDS: dict[str, Bound] = {
     "mechanism": (bool, "at least one metric with the predicted direction"),
     **{f"workload.{name}": _from(1, most) for name, most in _MOST.items()},
     **{f"workload.{name}": _from(0, most) for name, most in (("warmup", 100_000), ("gemms_per_layer", 1000))},
-    "workload.rows": _from(0),
+    "workload.rows": _from(0, 1 << 40),
     "workload.sizes": (
         lambda sizes: all(1 <= size <= _MOST["tokens"] for size in sizes) and [*sizes] == sorted({*sizes}),
         f"rising numbers of tokens, 1 to {_MOST['tokens']}",
     ),
     "workload.reuse": (("low-reuse", "repeated").__contains__, "low-reuse or repeated"),
-    **{f"serving.{name}": _from(1) for name in ("requests", "max_batch_tokens", "max_running", "max_waiting")},
+    **{f"serving.{key}": _from(1, 1 << 20) for key in ("requests", "max_batch_tokens", "max_running", "max_waiting")},
     **{f"serving.{name}": _POSITIVE for name in ("rate", "timeout_s", "slo.ttft_ms", "slo.itl_ms")},
     **{f"serving.{name}": _SPAN for name in ("prompt_tokens", "output_tokens")},
     "serving.arrivals": (("poisson", "fixed").__contains__, "poisson or fixed"),
@@ -157,7 +157,7 @@ def _rules(e: Experiment) -> Iterator[Fault]:
 
 def _rule(e: Experiment, rule: MetricRule, earlier: list[str], *, harm: bool) -> Iterator[tuple[str, str, str]]:
     base, _, rank = rule.metric.partition("@")
-    if base not in METRICS or (rank and not (rank.isdigit() and int(rank) < e.ranks)):
+    if base not in METRICS or ("@" in rule.metric and not (rank.isdecimal() and int(rank) < e.ranks)):
         yield "metric", repr(rule.metric), f"one of: {', '.join(METRICS)}; NAME@RANK for one rank"
         return
     metric = METRICS[base]

@@ -195,16 +195,13 @@ def _more(alone: Cell, among: Cell, peers: int) -> float:
 def _lead(case: Case) -> Iterator[Opinion]:
     for arm in (arm for arm in case.experiment.arms if _eager(case, arm)[0]):
         runs = [[*marked_steps([run])] for run in case.of(arm)]
-        shares = [
-            fmean(_first(line).done - _first(line).wait_before > tick for tick, line in run) for run in runs if run
-        ]
+        first = [[(tick, _first(line)) for tick, line in run] for run in runs if run]
+        shares = [fmean(mark.done - mark.wait_before > tick for tick, mark in run) for run in first]
         if not shares:
             yield "undecided", f"{arm}: no marked step"
             continue
         late, window = median(shares), median(_window(line) for run in runs for _, line in run)
-        line = (
-            f"{named(case, arm)}: the first lookup is late in {100 * late:.0f} % of the steps, n = {len(shares)} runs"
-        )
+        line = f"{named(case, arm)}: the first lookup is late in {100 * late:.0f} % of steps, n = {len(shares)} runs"
         if late > MOST:
             room = f"could be submitted {window / 1000:,.1f} µs earlier" if window > LAUNCH_NS else "cannot be earlier"
             yield "supported" if window > LAUNCH_NS else "undecided", f"{line}, and within the step it {room}"
@@ -226,7 +223,8 @@ def _steals(case: Case) -> Iterator[Opinion]:
     margins = [rule.margin for rule in case.experiment.no_offset if rule.metric == "main_compute"]
     margin = (*margins, STEADY)[0]
     for arm in case.candidates:
-        sign = _harder(case, arm)
+        mine, base = _eager(case, arm), _eager(case, "A")
+        sign = (mine > base) - (mine < base)  # 1: the arm prefetches harder than A (earlier, or with a larger grid)
         shift = partial(_shift, case, arm, sign=sign)
         wait, main, step = shift("exposed_wait"), shift("main_compute"), shift("step")
         layers = shift("layers up to the last consumer", read=_earlier)
@@ -238,12 +236,6 @@ def _steals(case: Case) -> Iterator[Opinion]:
             yield "supported", line
         else:
             yield "weakened" if main.below(margin) and step.below() else "undecided", line
-
-
-def _harder(case: Case, arm: str) -> int:
-    """1 if the arm prefetches harder than A (earlier, or with a larger grid), −1 if A does, 0 if they are alike."""
-    mine, base = _eager(case, arm), _eager(case, "A")
-    return (mine > base) - (mine < base)
 
 
 def _eager(case: Case, arm: str) -> tuple[bool, int]:

@@ -64,9 +64,8 @@ def meets(request: RequestRecord, slo: Slo) -> bool:
 
     The mean gap is what serving benchmarks test (their TPOT); single late gaps are the business of ``itl_p95/p99``.
     """
-    if request.status != "ok" or request.ttft_ms is None:
-        return False
-    return request.ttft_ms <= slo.ttft_ms and (not request.itl_ms or fmean(request.itl_ms) <= slo.itl_ms)
+    in_time = request.status == "ok" and request.ttft_ms is not None and request.ttft_ms <= slo.ttft_ms
+    return in_time and (not request.itl_ms or fmean(request.itl_ms) <= slo.itl_ms)
 
 
 def source_bandwidth(sample: OverlapSample) -> float | None:
@@ -146,16 +145,14 @@ def _tail(pick: Callable[[RequestRecord], Iterable[float | None]], q: float) -> 
 
 
 METRICS: dict[str, Metric] = {
-    "lookup": _overlap("kernel"),
-    "queueing": _overlap("queueing"),
+    "lookup": _overlap("kernel"), "queueing": _overlap("queueing"),
     "exposed_wait": _overlap("exposed", lambda waits: [sum(waits)]),  # ΣE_i: what a step's consumers still had to wait
     "waited": _overlap("waited", lambda waits: [sum(waits)]),  # by the waits' own marks, whatever they waited for
     "source_bandwidth": Metric("overlap", lambda s: _median(map(source_bandwidth, s), _UNMARKED), "B/s", "up"),
-    "main_compute": _compute("main_ns"),
-    "step": _compute("step_ns"),
+    "main_compute": _compute("main_ns"), "step": _compute("step_ns"),
     "communication": _compute("communication_ns", peers=True),
     "goodput": _serving(_goodput, "requests/s", direction="up"),
     "rejection_rate": _serving(_rejection, "ratio", additive=True),
     **{f"ttft_p{q}": _tail(lambda request: (request.ttft_ms,), q / 100) for q in (95, 99)},
     **{f"itl_p{q}": _tail(lambda request: request.itl_ms, q / 100) for q in (95, 99)},
-}
+}  # fmt: skip

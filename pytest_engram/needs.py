@@ -40,7 +40,7 @@ def named_nodes(policy: str) -> tuple[int, ...]:
     """The NUMA nodes that a policy names itself: ``bind:1`` → (1,); a weight after ``=`` is no node."""
     match = _NAMED_NODES.match(policy)
     parts = match.group(1).split(",") if match else []
-    return tuple(int(number) for part in parts if (number := re.split("[=:]", part)[0]).isdigit())
+    return tuple(int(number) for part in parts if (number := re.split("[=:]", part)[0]).isdecimal())
 
 
 def _first(experiment: Experiment, unmet: Unmet) -> Problem | None:

@@ -74,7 +74,8 @@ class Peer:
         self.machine = machine_fingerprint(collect(standing=True))  # of the machine's /dev/shm, before it is hidden
         self.backends: dict[str, Backend] = {}
         self.table = self._table(arm, plan.placements[arm])
-        self.table.load(self._fill, group)
+        fill = partial(fill_table, layout=self.layout, seed=plan.seed, shard=self.part, check=group.check)
+        self.table.load(fill, group)
         self.table.audit(Moment.LOADED)
         self.views = table_views(self.table.buffer, self.layout, self.part)
         self.collective = Collective(group, plan.engine, deadline_s=plan.deadline_s) if self.shard[1] > 1 else None
@@ -115,9 +116,6 @@ class Peer:
         if spec not in self.backends:
             self.backends[spec] = load_backend(spec)
         return self.backends[spec]
-
-    def _fill(self, buffer: Any) -> None:
-        fill_table(buffer, self.layout, self.plan.seed, shard=self.part, check=self.group.check)
 
     def close(self) -> None:
         """Stop the engines, release the table, then leave the collective, which may wait for a lost peer."""

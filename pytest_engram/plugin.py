@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(provide, "engram-fixtures")
     try:
         edge = Edge(config)
-    except EngramError as error:
+    except (EngramError, OSError) as error:
         raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(edge, "engram-edge")
 

@@ -51,7 +51,7 @@ class Request:
 
     def node(self, text: str | None) -> int:
         """A node that can hold the table, or a ``UsageError`` that says why it cannot."""
-        if text is None or not text.isdigit():
+        if text is None or not text.isdecimal():
             self.refuse(f"{text!r} is no node number", code="bad-node", expected="a NUMA node number")
         node = self.topology.node(int(text))
         faults = {
@@ -90,7 +90,7 @@ def weighted_interleave(request: Request) -> Tables:
         expected = f"one weight each for the nodes {', '.join(map(str, places))}, or NODE=WEIGHT pairs"
         request.refuse(f"{len(parts)} weights for {len(places)} nodes", code="bad-weights", expected=expected)
     weights = {request.node(node): weight for node, weight in pairs}
-    if len(weights) < len(pairs) or not all(text.isdigit() and 1 <= int(text) <= 255 for text in weights.values()):
+    if len(weights) < len(pairs) or not all(text.isdecimal() and 1 <= int(text) <= 255 for text in weights.values()):
         request.refuse("weights or nodes are wrong", code="bad-weights", expected="each node once, weights 1 to 255")
     nodes = tuple(sorted(weights))
     return request.table("weighted-interleave", nodes, tuple(int(weights[node]) for node in nodes))
@@ -123,7 +123,7 @@ def split(request: Request) -> Tables:
     The tables together are one table; by default each rank is the only consumer of its shard.
     """
     text = request.argument or str(request.ranks)
-    shards = int(text) if text.isdigit() else 0
+    shards = int(text) if text.isdecimal() else 0
     if shards < 1 or request.ranks % shards:
         request.refuse(f"{text} shards", code="bad-shards", expected=f"a divisor of {request.ranks} ranks")
     groups, tables = [(node,) for node in request.places], []

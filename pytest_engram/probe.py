@@ -22,14 +22,9 @@ _complained: set[int] = set()
 
 
 def record_table(
-    *,
-    data_ptr: int,
-    nbytes: int,
-    head_range: tuple[int, int] | None = None,
-    group: str | None = None,
-    backing: str | None = None,
-    path: str | None = None,
-) -> None:
+    *, data_ptr: int, nbytes: int, head_range: tuple[int, int] | None = None, group: str | None = None,
+    backing: str | None = None, path: str | None = None,
+) -> None:  # fmt: skip
     """One table in host memory: first byte's address, length in bytes, heads [first, end), TP/DP group, identity.
 
     ``backing`` is "major:minor:inode" as in smaps where known, ``path`` the object's name when it was created.
@@ -60,7 +55,7 @@ def read_records(file: Path) -> tuple[list[dict[str, Any]], int]:
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         return dict(json.loads(line))
-    except ValueError:
+    except (ValueError, TypeError):
         return None
 
 
@@ -86,4 +81,6 @@ def _open(pid: int) -> int:
 
 
 def _line(kind: str, fields: dict[str, Any]) -> bytes:
-    return (json.dumps({"kind": kind, **fields}, allow_nan=False, default=str) + "\n").encode()
+    text = json.dumps({"kind": kind, **fields}, allow_nan=False,
+                      default=lambda one: int(one) if hasattr(one, "__index__") else str(one))  # fmt: skip
+    return f"{text}\n".encode()

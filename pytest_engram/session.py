@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
@@ -48,7 +48,7 @@ class Session:
 
     def check_options(self) -> None:
         """What the user named must exist before anything is collected; defaults cost nothing here."""
-        check_numbers(self.option("--engram-rows"), self.option("--engram-pairs"))
+        check_numbers(*map(self.option, ("--engram-rows", "--engram-pairs", "--engram-seed")))
         parse_duration(self.option("--engram-time-budget"))
         for spec in {self.option("--engram-backend"), self.option("--engram-candidate")} - {None, "reference"}:
             load_backend(spec)
@@ -111,10 +111,8 @@ class Session:
     def _check_budget(self, plan: Plan) -> None:
         budget, needed = parse_duration(self.option("--engram-time-budget")), planning.minimum_seconds(plan)
         if budget is not None and needed > budget:
-            raise NotMeasurable(
-                f"needs at least {needed:.0f} s by its own schedule, --engram-time-budget allows {budget:.0f} s",
-                code="over-time-budget", who=plan.experiment.id, way_out="raise the budget; fewer blocks decide less",
-            )  # fmt: skip
+            seen = f"needs at least {needed:.0f} s by its own schedule, --engram-time-budget allows {budget:.0f} s"
+            raise NotMeasurable(seen, code="over-time-budget", who=plan.experiment.id)
 
     def verdicts(self) -> list[Verdict]:
         """In the order in which they were reached."""
@@ -156,30 +154,28 @@ def _progress(tell: Callable[[str], None], plan: Plan) -> Callable[[str, Any], N
     return show
 
 
-def parse_requirements(text: str | None, known: dict[str, Experiment]) -> dict[str, int]:
+def parse_requirements(text: str | None, known: Collection[str]) -> dict[str, int]:
     """``B1:4,A3:1`` -> the gate that each experiment must reach; raises ``UsageError`` for anything else."""
     required: dict[str, int] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, gate = part.partition(":")
         if name not in known or gate not in tuple("01234"):
-            raise UsageError(
-                repr(part), code="bad-require", where="--engram-require",
-                expected=f"EXPERIMENT:GATE with one of {', '.join(known)} and a gate 0 to 4", way_out="e.g. B1:4",
-            )  # fmt: skip
-        required[name] = int(gate)
+            expected = f"EXPERIMENT:GATE with one of {', '.join(known)} and a gate 0 to 4, e.g. B1:4"
+            raise UsageError(repr(part), code="bad-require", where="--engram-require", expected=expected)
+        required[name] = max(int(gate), required.get(name, 0))
     return required
 
 
-def check_numbers(rows: str | None, blocks: int | None) -> None:
-    """Raise ``UsageError`` for a row count or a number of blocks that cannot be."""
+def check_numbers(rows: str | None, blocks: int | None, seed: int) -> None:
+    """Raise ``UsageError`` for a row count, a number of blocks or a seed that cannot be."""
+    if not 0 <= seed < 1 << 63:
+        raise UsageError(str(seed), code="bad-seed", where="--engram-seed", expected="0 to 2**63 - 1")
     most = max(EngramLayout.deepseek_v41().num_embeddings)
-    if rows is not None and rows != "full" and not (rows.isdigit() and 0 < int(rows) <= most):
+    if rows is not None and rows != "full" and not (rows.isdecimal() and 0 < int(rows) <= most):
         raise UsageError(repr(rows), code="bad-rows", where="--engram-rows", expected=f"1 to {most}, or full")
     if blocks is not None and blocks < schedule.MINIMUM_BLOCKS:
-        raise UsageError(
-            f"{blocks} blocks", code="too-few-blocks", where="--engram-pairs",
-            expected=f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %",
-        )  # fmt: skip
+        expected = f"at least {schedule.MINIMUM_BLOCKS}: with fewer no signed-rank test can reach 2.5 %"
+        raise UsageError(f"{blocks} blocks", code="too-few-blocks", where="--engram-pairs", expected=expected)
 
 
 def parse_duration(text: str | None) -> float | None:
@@ -187,7 +183,5 @@ def parse_duration(text: str | None) -> float | None:
     match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text or "")
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if text is not None and not seconds:
-        raise UsageError(
-            repr(text), code="bad-duration", where="--engram-time-budget", expected="a time such as 90s or 10m"
-        )
+        raise UsageError(repr(text), code="bad-duration", where="--engram-time-budget", expected="such as 90s or 10m")
     return seconds or None

@@ -132,6 +132,7 @@ def needed_effects(blocks: int, alpha: float = ALPHA, seed: int = 1, trials: int
 
     Normal noise of one unit in every run, so √1.5 in an effect.
     """
+    trials = min(trials, 40_000_000 // (blocks * blocks))  # memory: a trial has blocks²/2 averages
     effects = np.random.default_rng([seed, blocks]).standard_normal((trials, blocks)) * math.sqrt(1.5)
     return np.sort(-lower_limits(effects, alpha))
 

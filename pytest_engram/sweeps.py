@@ -7,11 +7,12 @@ from statistics import fmean, median
 
 from pytest_engram import metrics
 from pytest_engram.experiment_rules import settings
-from pytest_engram.gates.comparison import Case, marked_steps
+from pytest_engram.gates.comparison import Case, marked_steps, unusable
 from pytest_engram.gates.timing import validity
-from pytest_engram.model import RunRecord, Status, SweepSample, Verdict
+from pytest_engram.model import MetricRule, RunRecord, Status, SweepSample, Verdict
 
 Cell = dict[int, SweepSample]  # of each rank
+_SPOKEN_OF = ("lookup", "exposed_wait", "main_compute", "step")  # A/A voids what is said of them, too
 
 
 def unfit(case: Case, verdict: Verdict, last: int = 1) -> str | None:
@@ -19,7 +20,9 @@ def unfit(case: Case, verdict: Verdict, last: int = 1) -> str | None:
     for gate in verdict.gates:
         if gate.status is Status.INVALID or (gate.gate <= last and gate.status is not Status.PASS):
             return f"gate {gate.gate} {gate.name} is {gate.status.value}: {gate.reason}"
-    fault = next(validity(case), None)
+    found = case.compare_all([MetricRule(metric=name, direction="down") for name in _SPOKEN_OF], case.candidates[:1])
+    spoken = [one for one in found if not one.absent]
+    fault = next(validity(case), None) or next(unusable(spoken, case.experiment.aa_level), None)
     return f"{fault.reason}: {fault.observed}" if fault else None
 
 

@@ -39,6 +39,7 @@ class PlacedTable:
     seed: int
     _release: int
     _thread: threading.Thread
+    _news: queue.SimpleQueue[Any]
 
     def __post_init__(self) -> None:
         self.views = table_views(self.buffer, self.layout)
@@ -49,13 +50,15 @@ class PlacedTable:
         return np.frombuffer(self.backing.mapped, dtype=np.uint8)[: table_bytes(self.layout)]
 
     def close(self) -> None:
-        """Let the peers go, wait for them, unmap."""
+        """Let the peers go, wait for them, unmap; raises the error of a peer that failed or died meanwhile."""
         if self._release >= 0:
             os.write(self._release, b"x")
             self._thread.join(DEADLINE_S)
             os.close(self._release)
             self._release, self.views = -1, ()
             self.backing.close()
+            if not self._news.empty():
+                raise self._news.get()[1]
 
 
 def place(
@@ -65,7 +68,7 @@ def place(
     if backing not in BACKINGS or not BACKINGS[backing].shared:
         shared = ", ".join(name for name, kind in BACKINGS.items() if kind.shared)
         raise UsageError(f"backing {backing!r}", code="unknown-backing", where="engram_table", expected=shared)
-    cpus = planning.rank_cpus(topology, ranks)
+    layout, cpus = EngramLayout.for_rows(rows), planning.rank_cpus(topology, ranks)
     homes = [topology.node_of_cpu(own[0]) for own in cpus]
     plan = policies.resolve(policy, topology, ranks, backing=backing, rank_nodes=homes)
     flag = os.memfd_create("pytest-engram-release", os.MFD_CLOEXEC)
@@ -89,12 +92,12 @@ def place(
             os.close(flag)
             raise value
         told[rank] = value
-    layout, reports = EngramLayout.for_rows(rows), [told[rank] for rank in range(ranks)]
+    reports = [told[rank] for rank in range(ranks)]
     mine = BACKINGS[backing](table_bytes(layout))
     mine.attach(told[0]["handle"])
     mine.map()
     return PlacedTable(
-        layout=layout, backing=mine, seed=seed, _release=flag, _thread=thread,
+        layout=layout, backing=mine, seed=seed, _release=flag, _thread=thread, _news=news,
         receipts=[codec.from_builtins(one, StepReceipt) for told in reports for one in told["receipts"]],
         distributions=[codec.from_builtins(one, PageDistribution) for told in reports for one in told["distributions"]],
     )  # fmt: skip

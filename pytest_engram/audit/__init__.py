@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             _say(text if arguments.json or not shown else f"{time.strftime('%X')} {'; '.join(news) or 'no change'}")
             if arguments.watch is None or rounds == arguments.rounds:
                 break
-            time.sleep(arguments.watch)
+            time.sleep(min(max(0.0, arguments.watch), 1e6))
             rounds, shown, report = rounds + 1, text, _look(arguments)
     except KeyboardInterrupt:
         _say("stopped")
@@ -109,6 +109,7 @@ def _matching(source: Source, text: str | None) -> list[int]:
 
 
 def _fetch(url: str | None) -> str:
+    from http.client import HTTPException
     from urllib.request import urlopen
 
     if url is None:
@@ -116,15 +117,24 @@ def _fetch(url: str | None) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r}", code="bad-url", where="--metrics", expected="http:// or https://")
     try:
+        body, end = bytearray(), time.monotonic() + 5
         with urlopen(url, timeout=5) as answer:  # noqa: S310 - the scheme is checked
-            return str(answer.read(32 << 20).decode(errors="replace"))
-    except OSError as error:
+            while len(body) < 32 << 20 and (piece := answer.read1(1 << 20)):
+                body += piece
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{len(body)} bytes in 5 s and no end")
+        return body.decode(errors="replace")
+    except (OSError, HTTPException, ValueError) as error:
         raise UsageError(f"{url}: {error}", code="no-metrics", where="--metrics") from None
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as behind | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise KeyboardInterrupt from None
 
 
 def render(report: Report) -> str:
@@ -135,9 +145,8 @@ def render(report: Report) -> str:
         lines.append(f"  each page once: {_where(table.pages, table.unplaced, table.bound)}")
     for one in report.engines:
         ttft, itl, pids = _said(one.ttft_ms, ".2f"), _said(one.itl_ms, ".2f"), list(one.pids) or "unknown"
-        lines.append(
-            f"engine {one.engine}: TTFT {ttft} ms, ITL {itl} ms, remote {_said(one.remote, '.1%')}, pids {pids}"
-        )
+        remote = _said(one.remote, ".1%")
+        lines.append(f"engine {one.engine}: TTFT {ttft} ms, ITL {itl} ms, remote {remote}, pids {pids}")
     found = [f"{gap.who}: {gap.message} ({gap.code})" for gap in report.findings]
     for title, text in (
         ("Finding", found or ["nothing that was answered contradicts a request or the GPU map"]),
@@ -146,7 +155,7 @@ def render(report: Report) -> str:
         ("Next command", [report.next_command]),
     ):
         lines += ["", title, *(f"  {line}" for line in text)]
-    return "\n".join(lines)
+    return "\n".join(line if line.isprintable() else line.encode("unicode_escape").decode() for line in lines)
 
 
 def _worker(report: Report, worker: Worker) -> Iterator[str]:

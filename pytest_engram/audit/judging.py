@@ -8,8 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from pytest_engram.audit.reading import ENGRAM, PAGE, SHM, Limits, Source, Span, Worker, problem, read_worker
 from pytest_engram.model import Problem, Status, Topology
@@ -17,7 +18,10 @@ from pytest_engram.numa import pages
 from pytest_engram.numa.tree import parse_list
 
 UNMAPPED = -(1 << 30)  # no errno: this worker does not map the page, and any answer wins over that
+_LIST = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 REMOTE = 0.05  # share of a table's pages away from its GPU that is a finding, beyond the sampling bound
+# finite and not negative; a time stamp may follow; a line without its end was cut
+_SAMPLE = re.compile(r"^vllm:(\w+)_seconds_(sum|count)\{(.*)\} (\d{1,30}(?:\.\d*)?(?:e[-+]?\d\d?)?)(?: \d+)?\n", re.M)
 _METRICS = {"time_to_first_token": "ttft", "inter_token_latency": "itl", "time_per_output_token": "itl"}
 NOT_PROVEN = (
     "that a table is slow or that moving it helps: pages say where reads go, not what they cost",
@@ -34,12 +38,13 @@ class View:
     pid: int
     pages: dict[int, int]
     unplaced: dict[str, int]
+    bound: float  # 95 % error of a share, 0 if exact
     remote: float | None  # share of the placed pages that lie away from the worker's GPU
     page_kb: int | None
     huge_share: float | None
     pss_bytes: int | None
     policy_shown: str | None
-    numa_maps_bytes: dict[int, int] | None  # of the whole VMA
+    numa_maps_bytes: dict[int, int] | None  # of the whole VMA; None where pages are mapped twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +92,10 @@ def look(
 ) -> Report:
     """Read and judge once.  Matched processes that hold neither a table nor a GPU are left out."""
     workers = [read_worker(source, pid, limits, topology) for pid in pids]
-    workers = [one for one in workers if not matched or one.spans or one.gpus or one.problems]
+    workers = [w for w in workers if not matched or w.spans or w.gpus or {p.code for p in w.problems} - {"gone"}]
     tables, unasked = read_tables(source, workers, limits.pages)
     workers = [replace(one, spans=(), problems=one.problems + unasked.get(one.pid, ())) for one in workers]
-    found = (*_findings(workers, tables, topology), *_leftovers(source, tables))
+    found = (*_findings(workers, tables, topology), *_leftovers(source, workers, tables))
     return Report(
         workers=tuple(workers), tables=tuple(tables), engines=tuple(engines(metrics, workers, tables)), findings=found,
         evidence=tuple(_evidence(source, workers, tables)),
@@ -104,9 +109,18 @@ def ask(source: Source, pid: int, spans: Sequence[Span], where: Sequence[int]) -
     for span in spans:
         low, high = (bisect.bisect_left(where, at) for at in (span.offset, span.offset + span.end - span.start))
         for first in range(low, high, pages.CHUNK_PAGES):
-            chunk = where[first : min(first + pages.CHUNK_PAGES, high)]
-            answer = source.status(pid, [at + span.start - span.offset for at in chunk])
-            found[first : first + len(chunk)] = array.array("i", answer)
+            chunk = slice(first, min(first + pages.CHUNK_PAGES, high))
+            answer = source.status(pid, [at + span.start - span.offset for at in where[chunk]])
+            found[chunk] = array.array("i", map(max, found[chunk], array.array("i", answer)))  # another may map it too
+    return found
+
+
+def mapped(spans: Sequence[Span]) -> list[range]:
+    """The offsets of all pages that some span maps, each once, ascending."""
+    found = list[range]()
+    for low, high in sorted({(one.offset, one.offset + one.end - one.start) for one in spans}):
+        joined = found and low <= found[-1].stop
+        found.append(range(found[-1].start, max(high, found.pop().stop), PAGE) if joined else range(low, high, PAGE))
     return found
 
 
@@ -119,9 +133,10 @@ def read_tables(
     for key, members in groupby(dict.fromkeys(items), key=lambda item: item[0]):
         own = {pid: [span for span in by_pid[pid].spans if span.key == key] for _, pid in members}
         spans = [span for some in own.values() for span in some]
-        low, high = min(one.offset for one in spans), max(one.offset + one.end - one.start for one in spans)
-        where = pages.strata(range(low, high, PAGE), limit, key)
-        merged, views = array.array("i", [UNMAPPED]) * len(where), []
+        total = sum(map(len, parts := mapped(spans)))
+        chosen = [pages.strata(part, max(limit > 0, limit * len(part) // total), key) for part in parts]
+        where = array.array("Q", chain(*chosen)) if chosen[1:] else chosen[0]
+        merged, views, exact = array.array("i", [UNMAPPED]) * len(where), [], len(where) == total
         for pid, some in own.items():
             try:
                 found = ask(source, pid, some, where)
@@ -129,25 +144,28 @@ def read_tables(
                 problems[pid] = (*problems.get(pid, ()), problem(pid, "move_pages", error))
                 continue
             merged = array.array("i", map(max, merged, found))  # a node wins over every reason
-            views.append(_view(by_pid[pid], some, found))
-        placed, unplaced = pages.split(Counter(merged))
-        tables.append(Table(key=key, kind=spans[0].kind, name=spans[0].name, nbytes=high - low, asked=len(where),
-                            bound=pages.bound(where), pages=placed, unplaced=unplaced, views=tuple(views)))  # fmt: skip
+            views.append(_view(by_pid[pid], some, found, exact=exact))
+        placed, unplaced = pages.split(Counter(merged if views else ()))
+        tables.append(Table(key=key, kind=spans[0].kind, name=spans[0].name, nbytes=total * PAGE, asked=len(where),
+                            bound=0.0 if exact else pages.bound(placed), pages=placed, unplaced=unplaced,
+                            views=tuple(views)))  # fmt: skip
     return tables, problems
 
 
-def _view(worker: Worker, spans: Sequence[Span], found: array.array[int]) -> View:
+def _view(worker: Worker, spans: Sequence[Span], found: array.array[int], *, exact: bool) -> View:
     placed, unplaced = pages.split(Counter(found))
     page_kb = max((span.kb["KernelPageSize"] for span in spans if span.kb), default=None)
-    huge, mapped = (pages.sum_kb(spans, names) or 0 for names in (pages.HUGE, pages.MAPPED))
+    huge, resident = (pages.sum_kb(spans, names) or 0 for names in (pages.HUGE, pages.MAPPED))
     lines = [span.line for span in spans if span.line]
+    once = sum(map(len, mapped(spans))) * PAGE == sum(span.end - span.start for span in spans)
     known = worker.node is not None and placed
     return View(
-        pid=worker.pid, pages=placed, unplaced=unplaced, page_kb=page_kb, huge_share=huge / mapped if mapped else None,
+        pid=worker.pid, pages=placed, unplaced=unplaced, bound=0.0 if exact else pages.bound(placed), page_kb=page_kb,
+        huge_share=huge / resident if resident else None,
         remote=1 - placed.get(worker.node or 0, 0) / sum(placed.values()) if known else None,
         pss_bytes=pages.sum_kb(spans, ("Pss",)) if page_kb == PAGE >> 10 else None,  # hugetlb is not in Pss
         policy_shown=", ".join(sorted({line.policy for line in lines})) or None,
-        numa_maps_bytes=pages.node_bytes(lines) if lines else None,
+        numa_maps_bytes=pages.node_bytes(lines) if lines and once else None,
     )  # fmt: skip
 
 
@@ -163,7 +181,7 @@ def _findings(workers: Sequence[Worker], tables: Sequence[Table], topology: Topo
 
 def _memory(worker: Worker) -> Iterator[tuple[str, str]]:
     shown, asked = worker.task_policy, worker.asked.get("membind")
-    if shown and asked and _listed(shown.removeprefix("bind:")) != _listed(asked):
+    if shown and asked and _listed(asked) and _listed(re.sub(r"^bind(=\S+?)?:", "", shown)) != _listed(asked):
         yield "membind-dropped", f"--membind {asked} was asked, the task's policy shows {shown}"
     if shown and not asked and "numa-bind" in worker.asked and not shown.startswith("bind"):
         yield "membind-dropped", f"--numa-bind was asked, the task's policy shows {shown}: at most its CPUs are bound"
@@ -171,7 +189,7 @@ def _memory(worker: Worker) -> Iterator[tuple[str, str]]:
 
 def _listed(text: str) -> set[int]:
     """A node list; words such as "all" or "default" are no node."""
-    return set(parse_list(text, where="nodes")) if re.fullmatch(r"\d[\d,-]*", text) else set()
+    return set(parse_list(text, where="nodes")) if _LIST.fullmatch(text) else set()
 
 
 def _cpus(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
@@ -195,38 +213,40 @@ def _nodes(worker: Worker, topology: Topology) -> Iterator[tuple[str, str]]:
 def _pages(worker: Worker, table: Table, view: View) -> Iterator[tuple[str, str]]:
     if view.pid != worker.pid:
         return
-    if view.remote is not None and view.remote - table.bound > REMOTE:
+    if view.remote is not None and view.remote - view.bound > REMOTE:
         yield "remote-pages", f"{view.remote:.1%} of {table.name} lies away from node {worker.node}, its GPU's"
     asked, placed = _listed(worker.asked.get("membind", "")), sum(view.pages.values())
     outside = sum(count for node, count in view.pages.items() if node not in asked) if asked else 0
-    if outside > (REMOTE + table.bound) * placed:
+    if outside > (REMOTE + view.bound) * placed:
         yield "outside-membind", f"{outside / placed:.1%} of {table.name} lies outside --membind {sorted(asked)}"
     exact = {node: count * PAGE for node, count in view.pages.items()}
-    if not table.bound and table.kind != "probe" and view.numa_maps_bytes not in (None, exact):
-        yield "route-disagreement", f"{table.name}: move_pages counts {exact} bytes, numa_maps {view.numa_maps_bytes}"
+    told = view.numa_maps_bytes or {}  # what a worker touches or unmaps between the two routes contradicts nothing
+    if not table.bound and table.kind != "probe" and told != exact and sum(told.values()) == placed * PAGE:
+        yield "route-disagreement", f"{table.name}: move_pages counts {exact} bytes, numa_maps {told}"
 
 
-def _leftovers(source: Source, tables: Sequence[Table]) -> Iterator[Problem]:
+def _leftovers(source: Source, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Problem]:
     """Named tables in /dev/shm that no audited worker maps, as a killed server leaves them; they are only named."""
     known = {table.key.split("+")[0] for table in tables}
-    for name in source.tree.names(SHM[1:], f"{ENGRAM}.*"):
-        found = (source.root / SHM[1:] / name).stat()
-        if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
-            text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
-            yield Problem(code="leftover", message=text, who=f"{SHM}/{name}", status=Status.INCONCLUSIVE)
+    shut = any(gap.where == "maps" and "CAP_SYS_PTRACE" in gap.message for one in workers for gap in one.problems)
+    for name in [] if shut else source.tree.names(SHM[1:], rf"{ENGRAM}[\s\S]*"):
+        with suppress(FileNotFoundError):  # gone meanwhile
+            found = (source.root / SHM[1:] / name).lstat()
+            if f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}" not in known:
+                text = f"holds {found.st_blocks * 512} bytes and is mapped by none of these workers"
+                yield Problem(code="leftover", message=text, who=f"{SHM}/{name}", status=Status.INCONCLUSIVE)
 
 
 def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[Engine]:
     """Mean TTFT and ITL per engine label of a Prometheus text, beside the remote share of that engine's workers."""
     total = Counter[tuple[str, str, str]]()
-    for name, part, label, value in re.findall(
-        r'^vllm:(\w+)_seconds_(sum|count)\{(?:.*,)?engine="([^"]*)".*\} ([-+.\deE]+)$', text, re.M
-    ):
-        total[_METRICS.get(name, ""), part, label] += float(value)  # type: ignore[assignment]
+    for name, part, text_labels, value in _SAMPLE.findall(text):
+        if match := re.search(r'(?:^|,)engine="([^"]*)"', text_labels):
+            total[_METRICS.get(name, ""), part, match[1]] += float(value)  # type: ignore[assignment]
     labels = sorted({label for *_, label in total})
     told = {one.pid: one.engine or (labels[0] if len(labels) == 1 else None) for one in workers}
     for label in labels:
-        ttft, itl = (_mean(total[name, "sum", label], total[name, "count", label]) for name in ("ttft", "itl"))
+        ttft, itl = (_mean(*(total.get((name, part, label)) for part in ("sum", "count"))) for name in ("ttft", "itl"))
         pids = tuple(pid for pid, engine in told.items() if engine == label)
         views = [(view.remote, table.nbytes) for table in tables for view in table.views if view.pid in pids]
         known = [(remote * nbytes, nbytes) for remote, nbytes in views if remote is not None]
@@ -234,8 +254,8 @@ def engines(text: str, workers: Sequence[Worker], tables: Sequence[Table]) -> It
         yield Engine(engine=label, pids=pids, remote=remote, ttft_ms=ttft and ttft * 1e3, itl_ms=itl and itl * 1e3)
 
 
-def _mean(total: float, count: float) -> float | None:
-    return total / count if count else None
+def _mean(total: float | None, count: float | None) -> float | None:
+    return total / count if count and total is not None else None
 
 
 def _evidence(source: Source, workers: Sequence[Worker], tables: Sequence[Table]) -> Iterator[str]:
@@ -258,7 +278,8 @@ def _next(workers: Sequence[Worker], tables: Sequence[Table], codes: set[str]) -
     if any(gap.code == "gone" for gap in gaps):
         return "pytest-engram audit --match vllm   (a process has ended: find the server's present ones)"
     if not tables:
-        return "start the server with PYTEST_ENGRAM_PROBE=FOLDER and pytest_engram.probe.record_table in its loader"
+        missing = "start the server with PYTEST_ENGRAM_PROBE=FOLDER and pytest_engram.probe.record_table in its loader"
+        return missing if workers else "ps -ef   (no process with a table or a GPU matched: find the server's)"
     if codes & {"remote-pages", "membind-dropped", "outside-membind", "cpunodebind-dropped", "bind-contradicts-gpu"}:
         return "pytest-engram plan A1   (what measuring one placement against the other takes)"
     if any(gap.code == "stall" for gap in gaps):

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ WALK_RATE = 15e6  # pages/s of smaps and numa_maps, rounded down from 19 M and 2
 ENGRAM = r"(vllm|sglang|pytest)[_-]engram"
 SHM = "/dev/shm"  # noqa: S108 - where the engines put their tables
 _KINDS = {  # the first that matches; all but the first only from the minimum size on
-    "engram": ENGRAM,
+    "engram": rf"^(?!.*\.so).*{ENGRAM}[^/]*$",  # the file's own name: a checkout's libraries are no tables
     "memfd": r"^/memfd:",
     "unlinked-shm": rf"^{SHM}/.* \(deleted\)$",
     "shm": rf"^{SHM}/",
@@ -34,7 +35,7 @@ _KINDS = {  # the first that matches; all but the first only from the minimum si
     "pinned": r"^/dev/zero",
     "hugetlb": r"^/anon_hugepage|^/dev/hugepages/",
 }
-_SHORT = r"|numactl (?:-\S+ (?:[\d,-]+ )?)*?-%s ?(\S+)"
+_SHORT = r"|numactl (?:-\S+ (?:\d[\d,-]* )?)*?-%s ?(\S+)"
 _ASKED = {
     "membind": r"--membind[ =](\S+)" + _SHORT % "m",
     "cpunodebind": r"--cpunodebind[ =](\S+)" + _SHORT % "N",
@@ -110,7 +111,7 @@ class Source:
 
     def text(self, pid: int, name: str) -> str:
         """A whole file; raises ``OSError``."""
-        return (self.root / f"proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+        return (self.root / f"proc/{pid}/{name}").read_bytes().decode(errors="replace")
 
     def titles(self, pid: int) -> dict[int, str]:
         """Command lines, or the titles that processes gave themselves, of a process and its ancestors."""
@@ -127,8 +128,9 @@ def problem(pid: int, what: str, error: Exception) -> Problem:
     """Why something could not be read, and which permission would change that."""
     number, text, code = getattr(error, "errno", None), str(error), getattr(error, "code", "not-readable")
     if number:
-        gone = number == errno.ESRCH or (number, what) == (errno.ENOENT, "status")
-        code, text = "gone" if gone else code, f"{errno.errorcode[number]} {text}"
+        name = errno.errorcode[number]
+        gone = name == "ESRCH" or (name, what) in (("ENOENT", "status"), ("EINVAL", "move_pages"))  # without an mm
+        code, text = "gone" if gone else code, f"{name} {text}"
     if number in (errno.EPERM, errno.EACCES):
         text += f"; needs {_NEED}" + (f", and {_SECCOMP}" if what == "move_pages" else "")
     return Problem(code=code, message=text, who=f"worker {pid}", where=what, status=Status.NOT_MEASURED)
@@ -141,7 +143,7 @@ def read_worker(source: Source, pid: int, limits: Limits, topology: Topology) ->
     def attempt(what: str, read: Callable[[], Any], default: Any = None) -> Any:
         try:
             return read()
-        except (OSError, EngramError, ValueError, KeyError) as error:
+        except (OSError, EngramError, ValueError, LookupError, TypeError) as error:
             problems.append(problem(pid, what, error))
             return default
 
@@ -180,14 +182,16 @@ def _spans(
         return {vma.start: vma.kb for vma in procfs.parse_smaps(walked("smaps"))}
 
     def numa_maps() -> dict[int, procfs.NumaMapsLine]:
-        return {line.start: line for line in map(procfs.parse_numa_maps_line, walked("numa_maps").splitlines())}
+        lines = map(procfs.parse_numa_maps_line, walked("numa_maps").split("\n")[:-1])
+        return {line.start: line for line in lines}
 
-    spans, inside = [], names.get(probe.VARIABLE)
-    if folder := limits.probe or (inside and source.root / f"proc/{pid}/root/{inside}"):
-        spans = attempt("probe", lambda: _recorded(source, pid, folder, vmas, status), [])
-    for span in filter(None, (_candidate(pid, vma, limits.min_bytes) for vma in vmas)):
-        if not any(span.start < other.end and other.start < span.end for other in spans):
-            spans.append(span)  # a recorded range stands in place of the candidate that it lies in
+    spans, inside = [], names.get(probe.VARIABLE, "")
+    base = source.root / f"proc/{pid}" / ("root" if inside.startswith("/") else "cwd")
+    if folder := limits.probe or (inside and base / inside.lstrip("/")):
+        for one in attempt("probe", lambda: _recorded(source, pid, folder, status), []):
+            spans += attempt("probe", partial(_clipped, pid, vmas, one), [])
+    told = {one.vma for one in spans}  # a recorded range stands in place of the candidate that it lies in
+    spans += filter(None, (_candidate(pid, vma, limits.min_bytes) for vma in vmas if vma.start not in told))
     kb = attempt("smaps", smaps, {}) if spans else {}
     maps = attempt("numa_maps", numa_maps, {}) if limits.numa_maps else {}
     spans = [replace(one, kb=kb.get(one.vma), line=maps.get(one.vma)) for one in spans]
@@ -229,22 +233,26 @@ def _candidate(pid: int, vma: procfs.Vma, least: int) -> Span | None:
 
 
 def _span(pid: int, vma: procfs.Vma, start: int, end: int, *, kind: str, name: str = "") -> Span:
-    """Anonymous memory has no identity, and every cuMem mapping has the device's: their key is the address."""
+    """Anonymous memory has no identity, and every cuMem mapping has the device's: their key is the address.
+
+    The pages of a private mapping are its own once written: its key is the object's and, behind a plus, the address.
+    """
     own = not vma.inode or "nvidiactl" in vma.path
     return Span(
         start=start, end=end, offset=start if own else vma.offset + start - vma.start, vma=vma.start, kind=kind,
-        name=name or vma.path or "[anon]", key=f"{pid}@{start:#x}" if own else vma.identity,
+        name=name or vma.path or "[anon]",
+        key=f"{pid}@{start:#x}" if own else vma.identity + f"+{pid}@{start:#x}" * (vma.permissions[3] == "p"),
     )  # fmt: skip
 
 
-def _recorded(source: Source, pid: int, folder: Path, vmas: Sequence[procfs.Vma], status: dict[str, str]) -> list[Span]:
+def _recorded(source: Source, pid: int, folder: Path, status: dict[str, str]) -> list[dict[str, Any]]:
     """The tables that the engine recorded with ``pytest_engram.probe``."""
     inner = status.get("NSpid", str(pid)).split()[-1]  # the pid in the worker's own namespace
     records, _torn = probe.read_records(folder / f"{inner}.jsonl")
     begun = probe.started(source.text(pid, "stat"))
     if begun not in [record.get("started") for record in records]:
         raise NotMeasurable(f"{folder}/{inner}.jsonl is of an earlier process", code="stale-probe")
-    return [span for one in records if one["kind"] == "table" for span in _clipped(pid, vmas, one)]
+    return [one for one in records if one.get("kind") == "table"]
 
 
 def _clipped(pid: int, vmas: Sequence[procfs.Vma], record: dict[str, Any]) -> list[Span]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -39,19 +41,24 @@ def table_views(buffer: Any, layout: EngramLayout, shard: tuple[int, int] = WHOL
 
 def fill_table(
     buffer: Any, layout: EngramLayout, seed: int, *, shard: tuple[int, int] = WHOLE,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
-    """Write the synthetic rows of every layer; ``check`` is called between pieces and may raise to stop."""
-    step = max(1, _CHUNK_BYTES // layout.head_dim)
-    for layer, (weight, scales) in enumerate(table_views(buffer, layout, shard)):
-        first = _rows(layout, layer, shard).start
-        for start in range(0, len(weight), step):
-            stop = min(start + step, len(weight))
-            weight[start:stop], scales[start:stop] = synthetic_rows(
-                first + start, first + stop, layout.head_dim, layer=layer, seed=seed, block=layout.block
-            )
-            if check is not None:
-                check()
+    """Write the synthetic rows of every layer on all of this task's CPUs; ``check``, called after each piece in this
+    thread, may raise to stop."""
+    views, step = table_views(buffer, layout, shard), max(1, _CHUNK_BYTES // layout.head_dim)
+    pieces = [(layer, start) for layer, (weight, _) in enumerate(views) for start in range(0, len(weight), step)]
+
+    def write(piece: tuple[int, int]) -> None:
+        layer, start = piece
+        (weight, scales), first = views[layer], _rows(layout, layer, shard).start
+        stop = min(start + step, len(weight))
+        weight[start:stop], scales[start:stop] = synthetic_rows(
+            first + start, first + stop, layout.head_dim, layer=layer, seed=seed, block=layout.block
+        )
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(write, pieces):  # what is not begun is dropped with this iterator
+            check()
 
 
 def full_shards(

@@ -71,9 +71,8 @@ class Comparison:
         zeros, p_value = self.effects.count(math.inf), self.p()
         notes = [f"Holm-adjusted p = {self.p_value:.3g}"] if self.p_value > p_value else []
         notes += [f"A measured 0 in {zeros} blocks"] if zeros else []
-        estimate, low_end, high_end, *blocks = map(
-            self._shown, (stats.estimate(self.effects), low, high, *self.effects)
-        )
+        middle = stats.estimate(self.effects)
+        estimate, low_end, high_end, *blocks = map(self._shown, (middle, low, high, *self.effects))
         return Effect(
             metric=self.rule.metric, arm=self.arm, estimate=estimate, low=low_end, high=high_end, p_value=p_value,
             blocks=len(blocks), per_block=tuple(blocks), note="; ".join(notes),
@@ -190,9 +189,9 @@ def finding_of(
 
 def _resolution(tested: Iterable[Comparison]) -> Iterator[str]:
     """What the blocks can find at the noise that A/A shows: an open result without it reads like "no effect"."""
-    for metric, one in {one.rule.metric: one for one in tested if not one.shown}.items():
-        noise = float(np.std(one.aa, ddof=1)) / math.sqrt(2)
-        if math.isfinite(noise) and noise > 0 and not one.additive:
+    for metric, one in {one.rule.metric: one for one in tested if not one.shown and not one.additive}.items():
+        noise = float(np.std(one.aa, ddof=1)) / math.sqrt(2) if all(map(math.isfinite, one.aa)) else 0.0
+        if noise > 0:
             least = stats.detectable_effect(noise, len(one.aa))
             yield f"{metric}: noise {noise:.1%} per run; {len(one.aa)} blocks find {percent(least)} with 80 % power"
 

@@ -67,7 +67,8 @@ def no_offset(case: Case) -> Iterator[Finding]:
     chosen = case.experiment
     alone = not chosen.workload.tensor_parallel
     peers = [rule for rule in chosen.no_offset if alone and metrics.find(rule.metric).peers]
-    lacking = {rule: absent for rule in peers if (absent := case.compare(rule, "A").absent)}
+    recorded = {rule for rule in peers for run in case.runs.values() if metrics.value(run, rule.metric) is not None}
+    lacking = {rule: case.compare(rule, "A").absent for rule in peers if rule not in recorded}
     rules = [rule for rule in chosen.no_offset if rule not in lacking]
     found = case.compare_all(rules, case.treated, harm=True)
     yield from unusable(found, chosen.aa_level)
@@ -91,7 +92,7 @@ def end_to_end(case: Case) -> Iterator[Finding]:
     yield from _stopped(case)
     gains = case.compare_all(case.experiment.end_to_end, case.treated)
     guards = case.compare_all(case.experiment.guards, case.treated, harm=True)
-    yield from unusable([*gains, *(one for one in guards if one.absent)], case.experiment.aa_level)
+    yield from unusable([*gains, *guards], case.experiment.aa_level)
     empty = sum(one.empty_blocks for one in gains)
     if empty:
         yield Finding("no-successful-requests", f"{empty} blocks without one", "none empty")

@@ -50,8 +50,8 @@ def _faults(case: Case, run: RunRecord) -> Iterator[Finding]:
     tables = asked.tables if asked else ()
     patch = case.experiment.variable == "backend" and places(case.experiment)
     stock = patch and base_arm(run.arm) == BASE  # may ignore what the patch obeys
-    if not tables:
-        yield Finding("pages-not-audited", f"arm {run.arm}: no placement is planned")
+    if unplanned := {*range(case.experiment.ranks)} - {rank for table in tables for rank in table.ranks}:
+        yield Finding("pages-not-audited", f"arm {run.arm}: no placement is planned for ranks {sorted(unplanned)}")
     audits = [audit for sample in run.placement for audit in sample.distributions]
     seen: set[str] = set()
     for number, table in enumerate(tables):
@@ -80,12 +80,9 @@ def _audited(table: TablePlan, audit: PageDistribution | None, where: str) -> It
         names = ", ".join(f"{count} {name}" for name, count in audit.unplaced.items() if count)
         yield Finding("pages-unplaced", f"{where}: {names} of {total} pages", f"{BOUND:.1%}")
     elif not as_asked(table, audit):
-        nodes, weights = ",".join(map(str, table.nodes)), f" weights {table.weights}" if table.weights else ""
-        yield Finding(
-            "not-as-asked",
-            f"{where}: {_words({audit.rank: share_of(audit)})}",
-            f"{table.mode} on NUMA node {nodes}{weights}",
-        )
+        nodes = ",".join(map(str, table.nodes)) + f" weights {table.weights}" * bool(table.weights)
+        seen = f"{where}: {_words({audit.rank: share_of(audit)})}"
+        yield Finding("not-as-asked", seen, f"{table.mode} on NUMA node {nodes}")
 
 
 def as_asked(table: TablePlan, audit: PageDistribution) -> bool:
@@ -157,7 +154,7 @@ def from_rank(case: Case, rank: int, node: int | str) -> int | None:
     else:
         home = machine.node_of_cpu(plan.cpus[rank][-1])
     start = None if home is None else machine.node(home)
-    return start.distances.get(int(node)) if start is not None and str(node).isdigit() else None
+    return start.distances.get(int(node)) if start is not None and str(node).isdecimal() else None
 
 
 def prediction(case: Case, arm: str, rank: int) -> str | None:
@@ -165,9 +162,7 @@ def prediction(case: Case, arm: str, rank: int) -> str | None:
     before, after = _cost(case, "A", rank), _cost(case, arm, rank)
     if before is None or after is None:
         return None
-    if abs(after - before) < 0.01 * before:
-        return ""
-    return "down" if after < before else "up"
+    return "" if abs(after - before) < 0.01 * before else "down" if after < before else "up"
 
 
 def _cost(case: Case, arm: str, rank: int) -> float | None:

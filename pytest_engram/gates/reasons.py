@@ -81,14 +81,10 @@ _CHOSEN = {  # problems that no other machine would solve: how this run was star
     "no-candidate": "name the build of the patch with --engram-candidate",
     "over-time-budget": "raise --engram-time-budget; fewer blocks (--engram-pairs) decide less",
     "benchmarks-disabled": "run without the option that disables, skips or filters benchmarks",
-    "xdist-worker": "run the measurement alone, without -n",
-    "never-ran": "run it again, to its end",
-}
-# What voids timings is judged where a `characterises` claim only reports, and so is whatever is INVALID.
-_ALWAYS_JUDGED = {
-    "no-schedule", "too-few-blocks", "emulated-cpu", "interpreted-kernels", "no-positive-control",
-    "control-without-difference",
+    "xdist-worker": "run the measurement alone, without -n", "never-ran": "run it again, to its end",
 }  # fmt: skip
+# What voids timings is judged where a `characterises` claim only reports, and so is whatever is INVALID.
+_ALWAYS_JUDGED = ("no-schedule", "too-few-blocks", "emulated-cpu", "interpreted-kernels", "control-without-difference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,8 @@ class Finding:
         if self.problem:
             unnamed = "measure where this is available" if self.problem is _ABSENT else _MEND
             status, step = self.problem, _CHOSEN.get(self.reason, unnamed)
-        judged = claim is Claim.IMPROVES or gate < 2 or status is _INVALID or reason in _ALWAYS_JUDGED
+        unmeasured = gate == 2 and status is _ABSENT  # the effect is what a `characterises` claim is for
+        judged = claim is Claim.IMPROVES or gate < 2 or status is _INVALID or unmeasured or reason in _ALWAYS_JUDGED
         if not judged and status is _FAIL:
             reason, (status, step) = "no-winner", REASONS["no-winner"]
         return GateResult(

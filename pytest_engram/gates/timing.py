@@ -106,7 +106,7 @@ def _control(case: Case) -> Iterator[Finding]:
     blocks: dict[int, dict[str, float]] = {}
     for run in case.evidence.control:
         found = None if run.problems else metrics.value(run, "lookup")
-        if found:
+        if found is not None and found > 0:
             blocks.setdefault(run.block, {})[run.arm] = found
     pairs = [pair for pair in blocks.values() if len(pair) == 2]
     if not pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ def treatment(case: Case) -> Iterator[Finding]:
     yield from planned(case)
     yield from _conditions(case)
     yield from huge_pages(case)
+    yield from _replayed(case)
     yield from _TREATMENTS[case.experiment.variable](case)
 
 
@@ -35,14 +36,15 @@ def _conditions(case: Case) -> Iterator[Finding]:
             if before != found:
                 seen = f"{key}: {before} in {first.arm}, run {first.index}, {found} in {run.arm}, run {run.index}"
                 yield Finding("undeclared-difference", seen, "only the variable differs")
-    base = _by_shape(case.launches("A"))
-    alike = () if case.experiment.variable in ("cap", "backend") else case.candidates
-    for arm in (TWIN, *alike):
-        for shape, grids in _by_shape(case.launches(arm)).items():
-            if grids != base.get(shape, grids):
-                _, layer, rows = shape
-                seen = f"grid of layer {layer}, {rows} rows: {_words(base[shape])} in A, {_words(grids)} in {arm}"
-                yield Finding("undeclared-difference", seen, "the same grid in every arm")
+    base, variable = _by_layer(case.launches("A")), case.experiment.variable
+    for arm in (TWIN, *(() if variable == "backend" else case.candidates)):
+        words = "{} rows" if variable == "cap" and arm != TWIN else "{} rows in a grid of {}"
+        for place, ran in _by_layer(case.launches(arm)).items():
+            pair = base.get(place, ran), ran
+            before, after = (" or ".join(sorted({words.format(*one) for one in launches})) for launches in pair)
+            if before != after:
+                seen = f"layer {place[1]}: {before} in A, {after} in {arm}"
+                yield Finding("undeclared-difference", seen, "the same launches in every arm")
 
 
 def _declared(case: Case, key: str) -> bool:
@@ -66,8 +68,9 @@ def _submission(case: Case) -> Iterator[Finding]:
             for layer in _misplaced(line, resolution, way):
                 seen = f"{where}, rank {line.rank}, step {line.step}: layer {layer} is submitted elsewhere"
                 yield Finding("submission-not-as-asked", seen, f"submission {way} of {line.tokens} tokens")
-    own = {line.tokens for _, line in marked_steps(case.runs.values())}
-    moved = tuple(arm for arm in case.candidates if any(asked[arm].get(size) != asked["A"].get(size) for size in own))
+    lines = [(arm, tick, line) for arm in case.candidates for tick, line in marked_steps(case.of(arm))]
+    other = {arm for arm, tick, line in lines for _ in _misplaced(line, tick, asked["A"].get(line.tokens, ""))}
+    moved = tuple(arm for arm in case.candidates if arm in other)  # its marks could not be A's
     words = (f"{arm} {_ways(asked[arm])}" for arm in ("A", *case.candidates))
     steps = sum(len(sample.timelines) for run in case.runs.values() for sample in run.overlap)
     seen = f"{', '.join(words)}, in {steps} marked steps"
@@ -129,9 +132,8 @@ def _wait(case: Case) -> Iterator[Finding]:
     counts = ", ".join(f"{arm} {count}" for arm, count in ahead.items())
     seen = f"marked steps in which a consumer went on ahead of the stream: {counts}"
     passed = tuple(arm for arm in case.candidates if arm in apart)
-    yield Finding(
-        "treatment-delivered" if passed else "no-treatment", seen, "some with layer, none with stream", passed
-    )
+    reason = "treatment-delivered" if passed else "no-treatment"
+    yield Finding(reason, seen, "some with layer, none with stream", passed)
 
 
 def _went_on(line: Timeline, resolution: int) -> bool:
@@ -155,14 +157,19 @@ def _overlapping(line: Timeline) -> bool:
     return any(after[0] < before[1] for before, after in pairwise(spans))
 
 
-def _graph(case: Case) -> Iterator[Finding]:
-    """Each run's own count of replayed steps: none without graphs, some with them."""
+def _replayed(case: Case) -> Iterator[Finding]:
+    """Each run's own count of replayed steps: none without graphs, some with them; an engine without them has none."""
     for run in case.runs.values():
-        replays, asked = run.drift.get("graph_replays"), settings(case.experiment, run.arm)["graph"]
-        if replays is None or (replays > 0) != asked:
-            seen = "no count of replays" if replays is None else f"{replays:.0f} replayed steps"
-            yield Finding("graph-not-as-asked", f"arm {run.arm}, run {run.index}: {seen}", f"graph {asked}".lower())
-    seen = ", ".join(f"{arm} {sum(run.drift['graph_replays'] for run in case.of(arm)):.0f}" for arm in case.arms)
+        replays, asked = run.drift.get("graph_replays", 0.0), settings(case.experiment, run.arm)["graph"]
+        if (replays > 0) != asked:
+            seen = f"arm {run.arm}, run {run.index}: {replays:.0f} replayed steps"
+            yield Finding("graph-not-as-asked", seen, f"graph {asked}".lower())
+
+
+def _graph(case: Case) -> Iterator[Finding]:
+    seen = ", ".join(
+        f"{arm} {sum(run.drift.get('graph_replays', 0.0) for run in case.of(arm)):.0f}" for arm in case.arms
+    )
     yield Finding("treatment-delivered", f"replayed steps: {seen}", "some with graphs, none without", case.candidates)
 
 
@@ -179,17 +186,14 @@ def _cap(case: Case) -> Iterator[Finding]:
     like = {arm: next(other for other in launches if launches[other] == found) for arm, found in launches.items()}
     treated = tuple(arm for arm in case.candidates if like[arm] == arm)
     untreated = [f"{arm}: no treatment, the same grid as {like[arm]}" for arm in case.candidates if arm not in treated]
-    seen = "grids: " + ", ".join(f"{arm} {_words(ran)}" for arm, ran in grids.items())
+    seen = "grids: " + ", ".join(f"{arm} {'/'.join(map(str, sorted(ran)))}" for arm, ran in grids.items())
     reason = "treatment-delivered" if treated else "no-treatment"
     yield Finding(reason, seen, "a grid of its own", treated, notes=tuple(untreated))
 
 
-def _by_shape(launches: Iterable[tuple[int, int, int, int]]) -> dict[tuple[int, int, int], set[int]]:
-    """(rank, layer, rows) -> grids that ran."""
-    found: dict[tuple[int, int, int], set[int]] = {}
-    for rank, layer, rows, grid in launches:
-        found.setdefault((rank, layer, rows), set()).add(grid)
-    return found
+def _by_layer(launches: Collection[tuple[int, ...]]) -> dict[tuple[int, ...], set[tuple[int, ...]]]:
+    """(rank, layer) -> (rows, grid) of what ran."""
+    return {place[:2]: {one[2:] for one in launches if one[:2] == place[:2]} for place in launches}
 
 
 def _backend(case: Case) -> Iterator[Finding]:
@@ -212,10 +216,6 @@ def _backend(case: Case) -> Iterator[Finding]:
 
 def _receipt(runs: list[RunRecord]) -> dict[str, str]:
     return {k: v for run in runs[:1] for k, v in run.fingerprint.items() if k.startswith("backend.")}
-
-
-def _words(grids: Iterable[int]) -> str:
-    return "/".join(map(str, sorted(grids)))
 
 
 _TREATMENTS = {

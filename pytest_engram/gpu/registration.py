@@ -31,14 +31,17 @@ _ACTIVE: weakref.WeakSet[HostRegistration] = weakref.WeakSet()
 
 
 class Cudart:
-    """The few calls that a registration needs, over torch; codes are cudaError_t numbers, 0 is success."""
+    """The few calls that a registration needs, over torch; codes are cudaError_t numbers, 0 is success.
+
+    They speak of the device that was current when it was made: a finalizer runs in whichever thread, whose device is 0.
+    """
 
     def __init__(self) -> None:
         import torch
 
         cuda: Any = torch.cuda
         cuda.init()
-        self._torch, self._cudart = torch, cuda.cudart()
+        self._torch, self._cudart, self._device = torch, cuda.cudart(), f"cuda:{cuda.current_device()}"
 
     def register(self, address: int, nbytes: int) -> int:
         """``cudaHostRegister`` with flags 0."""
@@ -55,7 +58,7 @@ class Cudart:
     def clear(self) -> None:
         """Take the pending error, so that no later launch is blamed for it."""
         with suppress(RuntimeError):  # torch binds no cudaGetLastError, but calls it behind every launch of its own
-            self._torch.ones(1, device="cuda")
+            self._torch.ones(1, device=self._device)
 
     def pinned(self, byte: Any) -> bool:
         """Whether CUDA knows this one-byte numpy view as pinned."""
@@ -72,7 +75,7 @@ class Cudart:
 
     def synchronize(self) -> None:
         """Wait until no kernel reads the range any more."""
-        self._torch.cuda.synchronize()
+        self._torch.cuda.synchronize(self._device)
 
 
 class HeldCudart(Cudart):

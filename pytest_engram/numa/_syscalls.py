@@ -203,13 +203,9 @@ def probe_calls() -> dict[str, str]:
             return str(refused(error, "probe"))
         return answer if isinstance(answer, str) else "works"
 
-    def query() -> None:
-        with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as scratch:
-            page_status(0, (address_of(scratch),))
-
     acts: dict[str, Callable[[], object]] = {
         "get_mempolicy": get_mempolicy, "set_mempolicy": lambda: set_mempolicy(MPOL_DEFAULT, ()),
-        "move_pages": query, "mbind": probe_mbind,
+        "move_pages": lambda: page_status(0, (0,)), "mbind": probe_mbind,
     }  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
         return dict(zip(acts, pool.map(attempt, acts.values()), strict=True))

@@ -11,13 +11,13 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, procfs
 from pytest_engram.numa.pages import mapped_vmas
+from pytest_engram.numa.tree import Tree
 
 SHM = "/dev/shm"  # noqa: S108 - the tmpfs that the measured engines use
 PMD_BYTES = 2 << 20
@@ -126,7 +126,7 @@ class Tmpfs(Backing):
     name = "tmpfs"
 
     def _open(self) -> int:
-        mount = procfs.mount_of(SHM, procfs.parse_mounts(Path("/proc/self/mountinfo").read_text()))
+        mount = procfs.mount_of(SHM, procfs.parse_mounts(Tree().need("proc/self/mountinfo")))
         if mount is None or mount.kind != "tmpfs":
             seen, expected = f"{SHM} is {mount.kind if mount else 'absent'}", "tmpfs: an ordinary file ignores mbind"
             raise NotMeasurable(

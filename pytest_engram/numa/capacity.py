@@ -10,10 +10,9 @@ import shutil
 
 from pytest_engram.errors import UsageError
 from pytest_engram.model import NumaNode, PlacementPlan, TablePlan, Topology
-from pytest_engram.numa import _syscalls
 from pytest_engram.numa.backing import BACKINGS, PMD_BYTES, SHM
 from pytest_engram.numa.cgroup import cgroup_headroom as cgroup_free
-from pytest_engram.numa.topology import read_memory
+from pytest_engram.numa.topology import read_allowed, read_memory
 from pytest_engram.numa.tree import Tree
 
 __all__ = ["GIB", "cgroup_free", "check_capacity", "default_reserve", "live_memory", "shm_free"]
@@ -80,7 +79,7 @@ def _require(needed: int, available: int, who_has: str, way_out: str) -> None:
 
 def live_memory() -> Topology:
     """The nodes' memory now, and which of them this process may use; no sockets, no GPUs."""
-    return Topology(nodes=read_memory(Tree())[0], sockets={}, mems_allowed=_syscalls.mems_allowed())
+    return Topology(nodes=read_memory(Tree())[0], sockets={}, mems_allowed=read_allowed(Tree())[1])
 
 
 def shm_free() -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from pathlib import Path
 
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.model import PlacementPlan, StepReceipt
@@ -67,7 +66,7 @@ def enter(group: Group, placement: PlacementPlan) -> StepReceipt:
 
 
 def _mount() -> procfs.Mount:
-    found = procfs.mount_of(SHM, procfs.parse_mounts(Path("/proc/thread-self/mountinfo").read_text()))
+    found = procfs.mount_of(SHM, procfs.parse_mounts(Tree().need("proc/thread-self/mountinfo")))
     if found is None or found.kind != "tmpfs" or found.point != SHM:
         seen = f"{SHM} is {found.kind if found else 'absent'}"
         raise NotMeasurable(seen, code="shm-not-tmpfs", who="placement_by: mount", expected="a tmpfs mounted there")

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pytest_engram.errors import PlacementError
 from pytest_engram.model import Moment, PageDistribution, WorkerPolicy
 from pytest_engram.numa import _syscalls, procfs
+from pytest_engram.numa.tree import Tree
 
 CHUNK_PAGES = 1 << 16  # per call: bounds how long one query runs
 _THREADS = 4  # all walks take the same lock: more threads are not faster
@@ -76,9 +76,9 @@ def strata(pages: range, sample: int, key: str) -> Sequence[int]:
     return array.array("Q", (pages[int((stratum + draw()) * width)] for stratum in range(sample)))
 
 
-def bound(asked: Sequence[int]) -> float:
-    """95 % half-width of a node's share, 1.96·√(0.25 / n): the binomial worst case; 0 where every page was asked."""
-    return 0.0 if isinstance(asked, range) else 0.98 / len(asked) ** 0.5
+def bound(placed: dict[int, int]) -> float:
+    """95 % half-width of a node's share among ``placed`` sampled pages, 1.96·√(0.25 / n): the binomial worst case."""
+    return float(min(1.0, 0.98 / max(sum(placed.values()), 1) ** 0.5))
 
 
 def mapped_vmas(address: int, nbytes: int, *, where: str = "smaps", name: str = "smaps") -> tuple[procfs.Vma, ...]:
@@ -204,7 +204,7 @@ def staging_place(buffer: Any) -> str:
 
 def worker_policy(rank: int, staging: Any = None) -> WorkerPolicy:
     """What is in force for the calling thread: its CPUs, its policy, the nodes it is allowed, and its staging."""
-    status = procfs.parse_status(Path("/proc/thread-self/status").read_text())
+    status = procfs.parse_status(Tree().need("proc/thread-self/status"))
     try:
         mode, nodes = _syscalls.get_mempolicy()
     except OSError as error:

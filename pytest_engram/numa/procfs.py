@@ -47,7 +47,7 @@ class NumaMapsLine:
 
 def parse_numa_maps_line(line: str) -> NumaMapsLine:
     """One line of ``/proc/PID/numa_maps``."""
-    start, *words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).split() or [""]
+    start, *words = _SPACED_POLICY.sub(r"\1_\2", line, count=1).strip("\n").split(" ")
     if not words or not re.fullmatch(r"[0-9a-f]+", start):
         raise _unknown("numa_maps line", line)
     found = [_WORD.fullmatch(word) for word in words[1:]]
@@ -80,21 +80,16 @@ class Vma:
 def parse_smaps(text: str) -> tuple[Vma, ...]:
     """All VMAs of ``/proc/PID/smaps`` (also of ``maps``, which has headers only)."""
     vmas: list[Vma] = []
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         if header := _SMAPS_HEADER.fullmatch(line):
-            vmas.append(_vma(*header.groups()))
+            start, end, permissions, offset, device, inode, path = header.groups()
+            vmas.append(Vma(start=int(start, 16), end=int(end, 16), permissions=permissions, offset=int(offset, 16),
+                            device=device, inode=int(inode), path=unescape(path)))  # fmt: skip
         elif vmas and (found := _SMAPS_FIELD.fullmatch(line)):
             vmas[-1].kb[found[1]] = int(found[2])
         elif not vmas or not line.startswith("VmFlags:"):
             raise _unknown("smaps line", line)
     return tuple(vmas)
-
-
-def _vma(start: str, end: str, permissions: str, offset: str, device: str, inode: str, path: str) -> Vma:
-    return Vma(
-        start=int(start, 16), end=int(end, 16), permissions=permissions, offset=int(offset, 16), device=device,
-        inode=int(inode), path=unescape(path),
-    )  # fmt: skip
 
 
 def parse_status(text: str) -> dict[str, str]:
@@ -126,7 +121,7 @@ class Mount:
 
 def parse_mounts(text: str) -> tuple[Mount, ...]:
     """``/proc/PID/mountinfo``, in mount order (a later line hides an earlier one of the same point)."""
-    form = r"\S+ \S+ \S+ (\S+) (\S+) (\S+)(?: \S+)* - (\S+) \S* (\S+)"
+    form = "W W W (W) (W) (W)(?: W)* - (W) [^ ]* (W)".replace("W", "[^ ]+")  # only space and newline are escaped
     return tuple(Mount(*map(unescape, found.groups())) for found in _matches(form, text, "mountinfo line"))
 
 
@@ -137,7 +132,7 @@ def mount_of(path: str, mounts: tuple[Mount, ...]) -> Mount | None:
 
 
 def _matches(form: str, text: str, what: str) -> Iterator[re.Match[str]]:
-    for line in map(str.strip, text.splitlines()):
+    for line in filter(None, map(str.strip, text.split("\n"))):  # splitlines would break names
         if not (found := re.fullmatch(form, line)):
             raise _unknown(what, line)
         yield found

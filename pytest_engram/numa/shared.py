@@ -121,12 +121,10 @@ class SharedTable:
         yield note
         seconds, after = time.monotonic() - begin, self._counts()
         faults, objects, mapped = (None if None in pair else pair for pair in zip(counts, after, strict=True))
-        self.receipts.append(
-            StepReceipt(
-                step=name, rank=self.rank, seconds=seconds, minor_faults=faults or (0, 0), object_pages=objects,
-                mapped_pages=mapped, not_applicable=note.not_applicable, detail=note.detail,
-            )
-        )  # fmt: skip
+        self.receipts.append(StepReceipt(
+            step=name, rank=self.rank, seconds=seconds, minor_faults=faults or (0, 0), object_pages=objects,
+            mapped_pages=mapped, not_applicable=note.not_applicable, detail=note.detail,
+        ))  # fmt: skip
 
     def residency(self) -> tuple[int | None, int | None]:
         """Bytes of the object, whoever faulted them, and bytes that this rank maps."""

@@ -34,7 +34,7 @@ def read_topology(
     # Coherent GPU memory is CPU-less and claimed; without any GPU, CPU-less memory is just CXL or HBM.
     own = {node.id for node in nodes if node.id in claimed and not node.cpus and node.has_memory}
     sockets, socket_notes = read_sockets(tree)
-    cpus_allowed, mems_allowed, allowed_notes = _allowed(tree)
+    cpus_allowed, mems_allowed, allowed_notes = read_allowed(tree)
     return Topology(
         nodes=tuple(replace(node, gpu_memory=node.id in own) for node in nodes), sockets=sockets, gpus=gpus,
         cpus_allowed=cpus_allowed, mems_allowed=mems_allowed, hypervisor=read_hypervisor(tree), coherent=bool(own),
@@ -61,18 +61,16 @@ def read_hypervisor(tree: Tree) -> str | None:
 def _node(tree: Tree, number: int, ids: tuple[int, ...]) -> NumaNode:
     base = f"{_NODE}/node{number}"
     return NumaNode(
-        id=number,
-        cpus=tree.need_numbers(f"{base}/cpulist"),
-        distances=parsed(
-            lambda text: dict(zip(ids, map(int, text.split()), strict=True)), tree.need(f"{base}/distance"),
-            where=f"/{base}/distance", expected=f"{len(ids)} numbers, one per online node",
-        ),
-        hugepages={
+        id=number, cpus=tree.need_numbers(f"{base}/cpulist"), hugepages={
             int(pool[len("hugepages-") : -len("kB")]) << 10: (
                 int(tree.need(f"{base}/hugepages/{pool}/nr_hugepages")),
                 int(tree.need(f"{base}/hugepages/{pool}/free_hugepages")),
             ) for pool in tree.names(f"{base}/hugepages", r"hugepages-\d+kB")
         },
+        distances=parsed(
+            lambda text: dict(zip(ids, map(int, text.split()), strict=True)), tree.need(f"{base}/distance"),
+            where=f"/{base}/distance", expected=f"{len(ids)} numbers, one per online node",
+        ),
         **_memory(tree.need(f"{base}/meminfo"), where=f"/{base}/meminfo"),
     )  # fmt: skip
 
@@ -117,7 +115,7 @@ def read_sockets(tree: Tree) -> tuple[dict[int, tuple[int, ...]], list[str]]:
     return sockets, [f"the socket of {lost} CPUs is unknown"] if lost else []
 
 
-def _allowed(tree: Tree) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
+def read_allowed(tree: Tree) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
     """Allowed CPUs and nodes: the cpuset's limits, not a policy in force."""
     lines, names = procfs.parse_status(tree.need("proc/self/status")), ("Cpus_allowed_list", "Mems_allowed_list")
     cpus, mems = (parse_list(lines.get(name, ""), where=f"/proc/self/status {name}") for name in names)

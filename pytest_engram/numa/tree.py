@@ -24,7 +24,7 @@ class Tree:
     def need(self, name: str) -> str:
         """The stripped content of a file that nothing can be said without."""
         try:
-            return (self.root / name).read_text(encoding="utf-8", errors="replace").strip("\0\n\t ")
+            return (self.root / name).read_bytes().decode(errors="replace").strip("\0\n\t ")
         except OSError as error:
             raise NotMeasurable(
                 f"cannot read it: {error.strerror}", code="topology-unreadable", who="topology", where=f"/{name}",

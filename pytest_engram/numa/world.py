@@ -94,13 +94,12 @@ def _wait(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to the process groups that still live, SIGKILL a moment later, and reap."""
+    """SIGTERM to the process groups, which outlive a rank that forked, SIGKILL a moment later, and reap."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        alive = [process for process in processes if process.poll() is None]
-        for process in alive:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal_number)
-        _wait(alive, _KILL_AFTER_S)
+        _wait(processes, _KILL_AFTER_S)
     for process in processes:
         process.wait()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -30,9 +29,6 @@ class Account:
 
 def numbered(names: Iterable[str]) -> list[str]:
     """``B1``, ``B1.2``, ``A1``: a name that comes again carries its number."""
-    seen = Counter[str]()
-    labels = []
-    for name in names:
-        seen[name] += 1
-        labels.append(f"{name}.{seen[name]}" if seen[name] > 1 else name)
-    return labels
+    given = list(names)
+    times = [given[:place].count(name) for place, name in enumerate(given)]
+    return [f"{name}.{before + 1}" if before else name for name, before in zip(given, times, strict=True)]

@@ -52,8 +52,7 @@ def _lines(columns: Sequence[Column]) -> Iterator[str]:
     yield from table(head, [(line, ", ".join(cases[line]), *(_line(one, line) for one in columns)) for line in cases])
     for backend, results in columns:
         yield from (f"## {backend.name}", "")
-        yield from table(
-            ("outcome", "what was seen"), [(said, explain(one)) for said, one in results if said != "pass"]
-        )
+        told = [(said, explain(one)) for said, one in results if said != "pass"]
+        yield from table(("outcome", "what was seen"), told)
         yield from table(("declared for", "difference"), backend.differences.items())
         yield from table(("receipt", "value"), backend.receipt().items())

@@ -49,9 +49,8 @@ def escape(cell: object) -> str:
 
 def _head(verdicts: Sequence[Verdict], provenance: Mapping[str, Any]) -> Iterator[str]:
     yield from ("# Engram gates", "")
-    yield from table(
-        _SUMMARY, [(v.experiment, v.claim.value, v.subject, v.status.value, terminal.can_say(v)) for v in verdicts]
-    )
+    rows = [(v.experiment, v.claim.value, v.subject, v.status.value, terminal.can_say(v)) for v in verdicts]
+    yield from table(_SUMMARY, rows)
     if not verdicts:
         yield from ("No experiment was judged: nothing is shown, and nothing follows.", "")
     if command := provenance.get("command"):

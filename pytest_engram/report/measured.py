@@ -18,11 +18,9 @@ from pytest_engram.schedule import base_arm, block_arms
 Rows = Iterable[Sequence[object]]
 Table = tuple[str, Sequence[str], Rows]  # title, head, rows
 _UNITS: dict[str, Callable[[float], str]] = {
-    "ns": lambda value: numbers.seconds(value / 1e9),
-    "ms": lambda value: f"{value:,.1f} ms",
-    "ratio": lambda value: f"{100 * value:.1f} %",
-    "B/s": lambda value: f"{value / 1e9:.1f} GB/s",
-}
+    "ns": lambda value: numbers.seconds(value / 1e9), "ms": lambda value: f"{value:,.1f} ms",
+    "ratio": lambda value: f"{100 * value:.1f} %", "B/s": lambda value: f"{value / 1e9:.1f} GB/s",
+}  # fmt: skip
 _STARTUP = ("arm", "rank", "step", "time", "minor faults", "object pages", "mapped pages", "allocations", "note")
 _CAPACITY = ("arm", "table", "moment", "ranks", "size", "PSS, all ranks", "shared memory grew", "policy said", "runs")
 _WORKERS = ("arm", "rank", "CPUs", "memory nodes allowed", "task policy", "staging", "runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def read_results(paths: Iterable[Path | str]) -> list[Result]:
     Raises ``UsageError`` with file and position for what is truncated, not JSON, of an unknown schema, or not ours.
     """
     runs: dict[Path, dict[Path, None]] = {}
-    for file in (file.resolve() for path in paths for file in _files(Path(path))):
+    for file in (Path(os.path.realpath(file)) for path in paths for file in _files(Path(path))):
         ours = file.name == VERDICT_FILE or file.match(EVIDENCE_FILES)
         runs.setdefault(file.parent if ours else file, {})[file] = None
     return [result for run, files in runs.items() for result in _pair(run, [_read(file) for file in files])]
@@ -110,6 +111,8 @@ def _read(file: Path) -> _Records:
     for name in ("verdicts", "evidence"):
         for number, record in enumerate(section.get(name) or ()):
             _check_schema(record, SCHEMA_VERSION, file, f"{name}[{number}]")
+            plan = record.get("plan") if isinstance(record, dict) else None
+            _check_schema(plan, SCHEMA_VERSION, file, f"{name}[{number}].plan")
     records: _Records = codec.from_builtins(section, _Records, source=str(file))
     for chosen in (evidence.plan.experiment for evidence in records.evidence):
         for place, seen, expected in islice(experiment_rules.faults(chosen), 1):

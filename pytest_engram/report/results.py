@@ -46,7 +46,8 @@ def gate_files(
         machine = evidences[0].provenance if evidences else {}
         codec.write_atomic(markdown, page.render(account, machine).encode())
         figure.write_figures(markdown.parent, evidences)
-    lines += ["", *terminal.explained(account), *terminal.summary(shown)]
+    nothing = [] if shown else ["NOT_MEASURED  no experiment is in there"]
+    lines += ["", *terminal.explained(account), *terminal.summary(shown), *nothing]
     return verdicts, gates.exit_code(verdicts, require or None), lines
 
 
@@ -76,7 +77,13 @@ def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:
         own = [known for other, known in done.items() if found[other].run == result.run]
         has = {known.experiment for known in own}
         kin = [known for other, known in done.items() if known.experiment not in has and _kin(found[other], result)]
-        done[number] = _again(result, evaluate, own + kin)
+        try:
+            done[number] = _again(result, evaluate, own)
+            if kin and result.evidence:  # what other runs add, the stored verdict could not know
+                done[number] = evaluate(result.evidence, prior=own + kin)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            seen = f"{result.experiment} cannot be judged: {error!r}"
+            raise UsageError(seen, code="bad-evidence", where=str(result.run), expected="evidence of a run") from error
     return [done[number] for number in range(len(found))]
 
 
@@ -95,8 +102,8 @@ def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verd
     """The verdict that the evidence gives now; a stored one that differs in anything that decides is refused."""
     if result.stored is not None and result.evidence is None:
         seen = f"a stored {result.stored.status.value} in {result.run} without its evidence"
-        unproven, first = absent(result.stored, "no-evidence", seen), result.stored.gates[0]
-        if result.stored.status is first.status is Status.NOT_MEASURED:  # it claims nothing: why, the run knew best
+        unproven, first = absent(result.stored, "no-evidence", seen), (*result.stored.gates, None)[0]
+        if first and result.stored.status is first.status is Status.NOT_MEASURED:  # it claims nothing: the run knew why
             return replace(unproven, gates=(replace(first, effects=()), *unproven.gates[1:]))
         return unproven
     verdict = evaluate(result.evidence, prior=prior)

@@ -56,7 +56,7 @@ def can_say(verdict: Verdict) -> str:
     """The strongest statement that the verdict carries; a claim of better is the verdict's own sentence or nothing."""
     stopped = stopped_at(verdict)
     if stopped is not None:
-        return f"stopped at gate {stopped.gate} {_name(stopped)}: {stopped.reason}"
+        return f"stopped at gate {stopped.gate} {stopped.name.replace('_', ' ')}: {stopped.reason}"
     if verdict.status is not Status.PASS:
         return "stopped at no gate"
     if verdict.claim is Claim.IMPROVES:
@@ -87,10 +87,6 @@ def run_line(experiment: str, done: int, total: int, run: RunRecord, eta: float 
     return f"{experiment}  {place}  {run.arm:2}  {numbers.seconds(run.seconds)}{tail}{trouble}"
 
 
-def _name(gate: GateResult) -> str:
-    return gate.name.replace("_", " ")
-
-
 def _header(verdict: Verdict, width: int, markup: Markup) -> str:
     word, scope = verdict.status.value, f"[{verdict.claim.value}, {verdict.subject}]"
     room = max(width - len(verdict.experiment) - len(scope) - len(word) - 6, 12)
@@ -105,7 +101,7 @@ def _rung(gate: GateResult, width: int, markup: Markup, *, short: bool) -> list[
         word, text = "reported", numbers.effects(gate.effects)
     elif text and gate.threshold:
         text += f" | needs {gate.threshold}"
-    head = f"  {gate.gate} {_name(gate):12} "
+    head = f"  {gate.gate} {gate.name.replace('_', ' '):12} "
     first, *rest = _wrap(text, " " * (len(head) + _STATUS + 1), width)
     return [f"{head}{markup(f'{word:{_STATUS}}', gate.status)} {first.lstrip()}".rstrip(), *rest]
 

@@ -23,6 +23,13 @@ if name.startswith("/"):
     shm = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(shm, size)
     maps.append(mmap.mmap(shm, size))
+if "--twice" in sys.argv:
+    maps.append(mmap.mmap(shm, size))
+if "--private" in sys.argv:
+    maps.append(mmap.mmap(shm, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+if "--far" in sys.argv:
+    os.ftruncate(shm, 1 << 46)
+    maps.append(mmap.mmap(shm, size, offset=(1 << 46) - size))
 if "--all" in sys.argv:
     memfd = os.memfd_create("kv")
     os.ftruncate(memfd, size)

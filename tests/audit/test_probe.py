@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pytest_engram
@@ -125,3 +126,47 @@ def test_records_that_do_not_fit_are_gaps(folder: Path, change: str, code: str) 
     report = look(Source(), [os.getpid()], Limits(probe=folder), EMPTY)
     assert code in [gap.code for gap in report.workers[0].problems if gap.where == "probe"]
     assert not any(table.kind == "probe" for table in report.tables)
+
+
+def test_numpys_numbers_are_numbers(folder: Path) -> None:
+    """An address or a head number that is numpy's is an integer in the record, not its text."""
+    probe.record_table(data_ptr=np.int64(4096), nbytes=np.uint64(64), head_range=(np.int32(0), np.int32(3)))
+    table = records(folder)[-1]
+    assert (table["data_ptr"], table["nbytes"], table["head_range"]) == (4096, 64, [0, 3])
+
+
+@pytest.mark.parametrize("line", ["7", "null", "[1]", '"x"'])
+def test_a_line_that_is_no_record_is_torn(folder: Path, line: str) -> None:
+    """JSON that is no object is a torn line like any other."""
+    file = folder / "1.jsonl"
+    file.write_text(f'{line}\n{{"kind": "mark"}}\n')
+    assert probe.read_records(file) == ([{"kind": "mark"}], 1)
+
+
+@pytest.mark.parametrize("address", [1 << 40, "text", None])
+def test_one_bad_record_does_not_hide_the_others(folder: Path, address: Any) -> None:
+    """A table that was freed, or a record that another program wrote, is a gap beside the tables that are there."""
+    with mmap.mmap(-1, 4 << 12) as mapped:
+        mapped[:] = b"x" * len(mapped)
+        probe.record_table(data_ptr=address, nbytes=4096)
+        probe.record_table(data_ptr=_syscalls.address_of(mapped), nbytes=4096)
+        report = look(Source(), [os.getpid()], Limits(probe=folder), EMPTY)
+    assert [table.pages for table in report.tables if table.kind == "probe"] == [{0: 1}]
+    assert [gap.where for gap in report.workers[0].problems].count("probe") == 1
+
+
+def test_a_relative_folder_is_the_workers(tmp_path: Path) -> None:
+    """A folder that the variable names from where the engine was started is found from anywhere."""
+    (tmp_path / "here").mkdir()
+    code = "import ctypes, sys; from pytest_engram import probe; kept = ctypes.create_string_buffer(1 << 22)\n"
+    code += "ctypes.memset(kept, 1, 1 << 22); probe.record_table(data_ptr=ctypes.addressof(kept), nbytes=1 << 22)\n"
+    code += "print('ready', flush=True); sys.stdin.read()"
+    paths = {probe.VARIABLE: "here", "PYTHONPATH": str(Path(pytest_engram.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | paths, cwd=tmp_path, stdin=-1, stdout=-1, text=True
+    ) as engine:
+        assert engine.stdout
+        assert engine.stdout.readline() == "ready\n"
+        tables = look(Source(), [engine.pid], Limits(), EMPTY).tables
+        engine.communicate()
+    assert [sum(table.pages.values()) for table in tables if table.kind == "probe"] in ([1024], [1025])

@@ -162,7 +162,8 @@ def judge(bench, laboratory):
         sample = OverlapSample(rank=0, state=state or reuse, timelines=tuple(map(renamed, lines)),
                                resolution_ns=engine.resolution_ns, source_bytes=ROWS_BYTES,
                                staging_bytes=1)  # fmt: skip
-        evidence = laboratory.evidence("B1", claim=Claim.IMPROVES, workload=Workload(reuse=state or reuse))
+        work = Workload(reuse=state or reuse)
+        evidence = laboratory.evidence("B1", steps=len(lines), claim=Claim.IMPROVES, workload=work)
         runs = [replace(run, overlap=(sample if run.arm == "B" else replace(run.overlap[0], source_bytes=ROWS_BYTES),),
                         drift={**run.drift, **(drift or {})}) for run in evidence.runs]  # fmt: skip
         evidence = replace(evidence, runs=tuple(runs))
@@ -172,8 +173,9 @@ def judge(bench, laboratory):
 
 
 def renamed(line):
-    """The marked step as one of the laboratory's plan: 64 tokens, Engram layers 1 and 6."""
-    marks = tuple(replace(mark, layer={1: 1, 3: 6}[mark.layer]) for mark in line.lookups)
+    """The marked step as one of the laboratory's plan: 64 tokens, Engram layers 1 and 6, its rows and grid."""
+    launch = {"rows": 1536, "tiles": 96, "grid": 66}
+    marks = tuple(replace(mark, layer={1: 1, 3: 6}[mark.layer], **launch) for mark in line.lookups)
     spans = tuple(replace(span, layer=span.layer if span.layer < 3 else span.layer + 3) for span in line.spans)
     return replace(line, tokens=64, lookups=marks, spans=spans)
 
@@ -240,7 +242,7 @@ def test_repeated_rows_are_named(judge, laboratory):
     verdict, _ = judge(CpuEngine, Cached(), reuse="repeated")
     assert verdict.status is not Status.INVALID
     for reuse, named in (("repeated", True), ("low-reuse", False)):
-        evidence = laboratory.evidence("B1", claim=Claim.IMPROVES, workload=Workload(reuse="repeated"))
+        evidence = laboratory.evidence("B1", steps=2, claim=Claim.IMPROVES, workload=Workload(reuse="repeated"))
         work = replace(evidence.plan.experiment.workload, reuse=reuse)
         plan = replace(evidence.plan, experiment=replace(evidence.plan.experiment, workload=work))
         text = markdown.render(Account([verdict], [replace(evidence, plan=plan)]), {})

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pytest_engram.engines import tables
 from pytest_engram.engines.tables import fill_table, full_shards, table_bytes, table_views
 from pytest_engram.errors import UsageError
 from pytest_engram.rows import synthetic_rows
@@ -29,14 +30,19 @@ def test_fill_writes_the_synthetic_rows_of_each_layer(bench):
         assert np.array_equal(scales, expected[1])
 
 
-def test_fill_stops_where_check_raises(bench):
-    """A peer's failure reaches a rank in the middle of its filling."""
+def test_fill_stops_where_check_raises(bench, monkeypatch):
+    """A peer's failure reaches a rank in the middle of its filling: what was not begun stays unwritten."""
 
     def fail():
         raise InterruptedError
 
+    buffer = bytearray(table_bytes(bench.layout))
+    monkeypatch.setattr(tables, "_CHUNK_BYTES", 64)
     with pytest.raises(InterruptedError):
-        fill_table(bytearray(table_bytes(bench.layout)), bench.layout, bench.seed, check=fail)
+        fill_table(buffer, bench.layout, bench.seed, check=fail)
+    (first, _), (last, _) = table_views(buffer, bench.layout)
+    assert first[0].any()
+    assert not last[-1].any()
 
 
 def test_small_buffer_is_refused_by_name(bench):

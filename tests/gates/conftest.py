@@ -68,7 +68,7 @@ class Lab:
     def __init__(self):
         self._kept = {}
 
-    def experiment(self, name, requests=120, **changes):
+    def experiment(self, name, requests=120, steps=1, **changes):
         """The suite's own experiment with numbers of this laboratory, so that tuning a YAML breaks no test."""
         original = loaded(name)
         peers = (rule("communication", "down", 0.02),) if original.ranks > 1 else ()
@@ -80,7 +80,7 @@ class Lab:
         if original.serving is None:  # what engines do today: no load, so nothing of a server to compare
             fixed |= {"end_to_end": (), "guards": ()}
         chosen = replace(original, **{**fixed, **changes})
-        work = replace(chosen.workload, tokens=64, engram_layers=(1, 6), steps=1)
+        work = replace(chosen.workload, tokens=64, engram_layers=(1, 6), steps=steps)
         load = chosen.serving and replace(
             chosen.serving, rate=60.0, requests=requests, slo=Slo(ttft_ms=1e3, itl_ms=1e3)
         )
@@ -161,7 +161,8 @@ class Lab:
             name: base * math.exp(shift.get(name, 0.0) + noise * rng.standard_normal()) for name, base in BASE.items()
         }
         value["rejected"] = shift.get("rejected", 0)
-        step = int(1.2e7 * math.exp(shift.get("step", 0.0)))
+        step, main = int(1.2e7 * math.exp(shift.get("step", 0.0))), int(value["main_compute"])
+        steps = plan.experiment.workload.steps
         ranks = range(plan.experiment.ranks)
         ranked = by_rank.get(arm, {}) if cell.arm == arm else {}
         return RunRecord(
@@ -174,8 +175,7 @@ class Lab:
                 for rank in ranks
             ),
             compute=tuple(
-                ComputeSample(rank=rank, tokens=64, step_ns=(step,), main_ns=(int(value["main_compute"]),))
-                for rank in ranks
+                ComputeSample(rank=rank, tokens=64, step_ns=(step,) * steps, main_ns=(main,) * steps) for rank in ranks
             ),
             serving=tuple(serving(rank, value, plan.experiment.serving) for rank in ranks if plan.experiment.serving),
             drift={"cpu_mhz": 3000.0, "load_1min": 1.0,
@@ -239,8 +239,9 @@ def overlap(plan, arm, rank, lookup, exposed):
     spans.append(Span(name="compute", layer=0, start=1100 if early else 1000, end=1200 if early else 1900))
     spans.append(Span(name="compute", layer=1, start=marks[0].done, end=marks[0].done + 50))
     line = Timeline(rank=rank, step=0, begin=0, end=10 * length, tokens=64, lookups=tuple(marks), spans=tuple(spans))
+    lines = tuple(replace(line, step=step) for step in range(plan.experiment.workload.steps))
     return OverlapSample(
-        rank=rank, state=plan.experiment.workload.reuse, timelines=(line,), resolution_ns=50, source_bytes=811_008,
+        rank=rank, state=plan.experiment.workload.reuse, timelines=lines, resolution_ns=50, source_bytes=811_008,
         staging_bytes=1,
     )  # fmt: skip
 

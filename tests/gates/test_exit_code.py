@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram import gates
+from pytest_engram import gates, session
 from pytest_engram.model import GATE_NAMES, Claim, GateResult, Status, Verdict
 
 
@@ -84,3 +84,10 @@ def test_one_bad_result_of_two_decides():
     """Two results of one experiment: the worse one decides, required or not."""
     both = [PASS, replace(FAIL, experiment="P")]
     assert gates.exit_code(both) == gates.exit_code(both, {"P": 4}) == 10
+
+
+def test_the_highest_gate_that_is_required_counts():
+    """An experiment named twice must reach the higher gate, whatever the order."""
+    assert (
+        session.parse_requirements("B1:4,B1:0", ["B1"]) == session.parse_requirements("B1:0,B1:4", ["B1"]) == {"B1": 4}
+    )

@@ -166,6 +166,12 @@ def test_b1_fits_a_small_machine():
         ("blocks: 8", "blocks: 8\nblocks: 9", "key given twice"),
         ("blocks: 8", "blocks: many", "a whole number"),
         ("blocks: 8", "blocks: 8.0", "a whole number"),
+        ("blocks: 8", "blocks: 8_", "8_, which YAML 1.1 does not read as decimal"),
+        ("blocks: 8", f"blocks: {'9' * 5000}", "99, which YAML 1.1 does not read as decimal"),
+        ("alpha: 0.025", "alpha: 0._5", "a number"),
+        ("cap: null", "cap: 9999999999", "a number of programs"),
+        ("requests: 120", "requests: 9999999999", "at most 1048576"),
+        ("metric: ttft_p99", "metric: ttft_p99@²", "NAME@RANK"),
         ("blocks: 8", "blocks: 010", "does not read as decimal"),
         ("blocks: 8", "blocks: 1:30", "does not read as decimal"),
         ("blocks: 8", "blocks: 5", "at least 6"),
@@ -292,9 +298,11 @@ def test_served_metrics_need_a_load():
     assert "without a load" in _refused(B1[: B1.index("serving:")])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "a: [", "just words", "\ta: b"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "a: [", "just words", "\ta: b", "a: &a [*a]", "a: &a [1]\nb: *a", "a: " + "[" * 3000]
+)
 def test_text_that_is_no_mapping(text):
-    """Empty files, lists, broken YAML: one sentence, no traceback."""
+    """Empty files, lists, broken or bottomless YAML, an alias: one sentence, no traceback."""
     _refused(text)
 
 

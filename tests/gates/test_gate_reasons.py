@@ -325,6 +325,43 @@ def _caps_above_the_tiles(lab, change):
     return lab.evidence("B2", arms={"A": {"cap": 96}, "B": {"cap": 132}}, effects={"B": {}}, engine="cuda")
 
 
+def _rows_less(mark):
+    return replace(mark, rows=mark.rows // 2)
+
+
+@reason("undeclared-difference", 1)
+def _candidate_looks_half_the_rows_up(lab, change):
+    return change(lab.evidence(), edits.with_marks(_rows_less), _is_b)
+
+
+@reason("undeclared-difference", 1)
+def _other_rows_are_no_cap(lab, change):
+    arms = {"A": {"cap": 96}, "B": {"cap": 132}}
+    return change(lab.evidence("B2", arms=arms, effects={}, engine="cuda"), edits.with_marks(_rows_less), _is_b)
+
+
+@reason("no-treatment", 1)
+def _marks_too_coarse_to_tell_the_arms_apart(lab, change):
+    return change(lab.evidence(noise=0.0), edits.sampled("overlap", resolution_ns=1_000_000))
+
+
+@reason("no-treatment", 1)
+def _first_layer_alone_is_submitted_alike(lab, change):
+    """Between the compute of layer 0 and the first wait: right for an early arm and for a late one."""
+    evidence = lab.evidence(effects={})
+    chosen = replace(evidence.plan.experiment, workload=replace(evidence.plan.experiment.workload, engram_layers=(1,)))
+    plan = lab.plan(chosen)
+    line = next(run for run in evidence.runs if run.arm == "A").overlap[0].timelines[0]
+    alone = edits.sampled("overlap", timelines=(replace(line, lookups=line.lookups[:1]),))
+    one_hash = edits.with_print(protocol=plan.protocol_hash)
+    return change(replace(evidence, plan=plan), lambda run: one_hash(alone(run)))
+
+
+@reason("graph-not-as-asked", 1)
+def _one_arm_of_another_experiment_replays(lab, change):
+    return change(lab.evidence(), lambda run: replace(run, drift={**run.drift, "graph_replays": 24.0}), _is_b)
+
+
 @reason("no-timelines", 1)
 def _unmarked(lab, change):
     return change(lab.evidence(), edits.without_marks, _is_b)
@@ -616,6 +653,15 @@ def _no_mechanism_samples(lab, change):
 
 
 @reason("metric-absent", 3)
+def _collectives_of_one_run_are_lost(lab, change):
+    def gathered(run):
+        times = None if run.index == 5 else (1000 + run.index,)
+        return replace(run, compute=tuple(replace(one, communication_ns=times) for one in run.compute))
+
+    return change(_placed(lab), gathered)
+
+
+@reason("metric-absent", 3)
 def _silent_about_collectives(lab, change):
     evidence = _placed(lab, workload=Workload(engram_layers=(1, 6), tokens=64, tensor_parallel=True))
     return change(evidence, lambda run: replace(run, compute=tuple(
@@ -633,6 +679,13 @@ def _one_request_failed(lab, change):
         return replace(request, status="failed") if request.arrival_ms == 3 else request
 
     return change(lab.evidence(), edits.with_requests(fail), lambda run: run.index == 7)
+
+
+@reason("aa-differs", 4)
+def _twins_first_tokens_come_later(lab, change):
+    """The base of a guard would be the mean of two that differ, and a candidate worse than A could keep it."""
+    late = edits.with_requests(lambda request: replace(request, ttft_ms=1.3 * request.ttft_ms))
+    return change(lab.evidence(), late, lambda run: run.arm == "A'")
 
 
 @reason("no-successful-requests", 4)
@@ -737,6 +790,28 @@ def test_a_placement_without_a_plan_is_not_audited(lab):
     assert gates.evaluate(bare).gates[1].reason == "pages-not-audited"
 
 
+def test_a_rank_without_a_table_is_not_audited(lab):
+    """Tables that leave a rank out leave its pages unasked: the treatment is shown on every rank or not at all."""
+    evidence = lab.evidence("A1", effects={"B": {}})
+    alone = {
+        arm: replace(one, tables=tuple(replace(table, ranks=(0,)) for table in one.tables))
+        for arm, one in evidence.plan.placements.items()
+    }
+    gate = gates.evaluate(replace(evidence, plan=replace(evidence.plan, placements=alone))).gates[1]
+    assert (gate.reason, gate.status) == ("pages-not-audited", Status.NOT_MEASURED)
+    assert "ranks [1]" in gate.observed
+
+
+@pytest.mark.parametrize("lost", ["marks", "distances"])
+def test_what_characterises_needs_an_effect(lab, change, lost):
+    """A1 without marks, or without distances, has no effect to report: its gate 2 is judged, and NOT_MEASURED."""
+    evidence = lab.evidence("A1")
+    assert gates.evaluate(evidence).status is Status.PASS
+    bare = change(evidence, edits.without_marks) if lost == "marks" else replace(evidence, provenance={})
+    verdict = gates.evaluate(bare)
+    assert (verdict.status, verdict.gates[2].judged) == (Status.NOT_MEASURED, True)
+
+
 def test_weighted_interleave_is_judged_by_its_weights():
     """3:1 over two nodes is 75 % and 25 %, within the tolerance of an interleave."""
     from pytest_engram.gates.placement import as_asked
@@ -749,3 +824,15 @@ def test_weighted_interleave_is_judged_by_its_weights():
     )  # fmt: skip
     assert as_asked(table, audit)
     assert not as_asked(table, replace(audit, pages={0: 5000, 1: 5000}))
+
+
+def test_one_failed_base_leaves_a_sentence(lab, change):
+    """A measured 0 in one A makes an infinite A/A effect: the open verdict keeps its words, without a warning."""
+
+    def none_good(run):
+        late = tuple(replace(one, ttft_ms=1e6) for one in run.serving[0].requests)
+        return replace(run, serving=(replace(run.serving[0], requests=late),))
+
+    evidence = lab.evidence(effects={"B": {"exposed_wait": -0.5}}, noise=0.02)
+    verdict = gates.evaluate(change(evidence, none_good, lambda run: run.block == 2 and run.arm == "A"))
+    assert verdict.gates[4].reason == "improvement-not-shown"

@@ -19,6 +19,10 @@ def _layer_lost(run):
     return edits.sampled("overlap", timelines=(replace(line, lookups=line.lookups[1:]),))(run)
 
 
+def _doubled(run):
+    return edits.sampled("overlap", timelines=run.overlap[0].timelines * 2)(run)
+
+
 def _loaded(make):
     """A run whose loads are ``make(load)``."""
     return lambda run: replace(run, serving=tuple(map(make, run.serving)))
@@ -59,6 +63,14 @@ UNPLANNED = {
     "shorter than its arrivals": _loaded(lambda load: replace(load, duration_s=0.1)),
     "later arrivals": _loaded(lambda load: replace(load, requests=tuple(
         replace(one, arrival_ms=one.arrival_ms + 1) for one in load.requests))),
+    "the same step twice": _doubled,
+    "prompts of one token": edits.with_requests(lambda one: replace(one, prompt_tokens=1)),
+    "answers cut short": edits.with_requests(lambda one: replace(one, output_tokens=2, itl_ms=one.itl_ms[:1])),
+    "a token without a time": edits.with_requests(lambda one: replace(one, itl_ms=one.itl_ms[1:])),
+    "no first token": edits.with_requests(lambda one: replace(one, ttft_ms=None)),
+    "first token before its request": edits.with_requests(lambda one: replace(one, ttft_ms=-1.0)),
+    "endless gap": edits.with_requests(lambda one: replace(one, itl_ms=(*one.itl_ms[1:], math.inf))),
+    "a counter that is no number": edits.edit(drift={"graph_replays": 0.0, "x.throttle_reasons": math.nan}),
     "a link of 0 B/s": edits.edit(drift={"graph_replays": 0.0, "link_bytes_per_s": 0.0}),
 }  # fmt: skip
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram import gates, recommendation
-from pytest_engram.model import Workload
+from pytest_engram import gates, hypotheses, recommendation
+from pytest_engram.model import Status, Workload
 
 ARMS = {"A": {"cap": None}, "B8": {"cap": 8}, "B16": {"cap": 16}}
 GOOD = {"B16": {"step": -0.06}, "B8": {"step": 0.1}}
@@ -77,3 +77,16 @@ def test_repeated_rows_are_said(lab):
     said = "repeated rows: the gain may be cache"
     assert said in advised(lab.evidence("B2", arms=ARMS, effects=GOOD, workload=Workload(reuse="repeated")))
     assert said not in advised(lab.evidence("B2", arms=ARMS, effects=GOOD))
+
+
+def test_a_step_that_differs_from_itself_forbids_it(lab, change):
+    """No gate judges the step's A/A, so the advice and the hypotheses do: steps of A' that are longer void both."""
+
+    def longer(run):
+        return replace(run, compute=tuple(replace(one, step_ns=(one.step_ns[0] * 11 // 10,)) for one in run.compute))
+
+    evidence = change(lab.evidence("B2", arms=ARMS, effects=GOOD), longer, lambda run: run.arm == "A'")
+    verdict = gates.evaluate(evidence)
+    assert verdict.status is Status.PASS
+    assert advised(evidence).startswith("no recommendation: aa-differs: step: A' differs from A")
+    assert "aa-differs" in hypotheses.adjudicate([evidence], [verdict])[3].lines[0]

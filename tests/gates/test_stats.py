@@ -130,3 +130,9 @@ def test_lower_limits_are_the_interval_row_by_row():
     """The vectorised limit is the one of the gates."""
     rows = np.random.default_rng(3).normal(size=(20, 9))
     assert stats.lower_limits(rows) == pytest.approx([stats.interval(row)[0] for row in rows])
+
+
+def test_many_blocks_do_not_ask_for_the_memory_of_the_machine():
+    """A thousand blocks are simulated in as many schedules as fit; the figure goes on falling with √blocks."""
+    assert len(stats.needed_effects(1000)) < 100 < len(stats.needed_effects(100)) == 4000
+    assert 1.3 < stats.detectable_effect(0.01, 500) / stats.detectable_effect(0.01, 1000) < 1.5

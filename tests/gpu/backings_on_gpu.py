@@ -5,7 +5,7 @@ contents over all backings; every way to open cuMem memory of another process is
 bring-up, alternating: how engines do it today (one thread writes one byte per page) against this package's way, and a
 sweep over its threads and chunks.  JSON lines go to DIR/backings_on_gpu.jsonl, a short table comes last.  Exit 1 if a
 check failed.  What cannot be had here is NOT_MEASURED with its reason.  ``--reserve-hugetlb`` (root) reserves 2 MiB
-pages for the two ranks' table and gives them back.  ``--cpu`` is the dry run without a GPU.
+pages for the largest table, whose own time is told apart, and gives them back.  ``--cpu`` is the dry run without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -117,8 +117,10 @@ def reserved_pages(pool: Path, nbytes: int) -> Iterator[str]:
     """More 2 MiB pages in the node's pool, as far as the kernel finds room; afterwards as many as before."""
     before = pool.read_text()
     try:
+        begin = time.perf_counter()
         pool.write_text(str(int(before) + -(-nbytes // (2 << 20))))
-        yield f"2 MiB page pool: {before.strip()} before, {pool.read_text().strip()} for this run"
+        seconds = time.perf_counter() - begin
+        yield f"2 MiB page pool: {before.strip()} before, {pool.read_text().strip()} for this run, in {seconds:.2f} s"
     finally:
         pool.write_text(before)
 
@@ -203,12 +205,13 @@ def bring_up(kind: Any, act: Callable[[Any], str], nbytes: int, *, cpu: bool) ->
     backing.map()
     how = act(backing)
     resident, registration = time.perf_counter(), None
+    buffer = np.frombuffer(backing.mapped, dtype=np.uint8)  # the registration's owner: with it goes what was registered
     try:
         if not cpu:
             from pytest_engram.gpu.registration import register
 
             cudart = getattr(backing, "cudart", None)
-            registration = register(np.frombuffer(backing.mapped, dtype=np.uint8), cudart=cudart)
+            registration = register(buffer, cudart=cudart)
         end = time.perf_counter()
         audit = audit_range(
             backing.address, backing.nbytes, rank=0, moment=Moment.REGISTERED, table=0, identity=backing.identity,
@@ -217,6 +220,7 @@ def bring_up(kind: Any, act: Callable[[Any], str], nbytes: int, *, cpu: bool) ->
     finally:
         if registration is not None:
             registration.close()
+        del buffer
         backing.close()
     return {
         "make_s": resident - begin, "register_s": end - resident, "audit_s": time.perf_counter() - end, "how": how,
@@ -224,7 +228,7 @@ def bring_up(kind: Any, act: Callable[[Any], str], nbytes: int, *, cpu: bool) ->
     }  # fmt: skip
 
 
-def ways(huge: str | None, *, cpu: bool) -> dict[str, tuple[Any, Callable[[Any], str]]]:
+def ways(huge: str | None, *, cpu: bool, reserved: bool) -> dict[str, tuple[Any, Callable[[Any], str]]]:
     """Name -> (backing's class, how it becomes resident)."""
     found: dict[str, tuple[Any, Callable[[Any], str]]] = {
         STOCK: (BACKINGS["tmpfs"], touched), "tmpfs, populated": (BACKINGS["tmpfs"], populated),
@@ -232,18 +236,22 @@ def ways(huge: str | None, *, cpu: bool) -> dict[str, tuple[Any, Callable[[Any],
     }  # fmt: skip
     if huge:
         found["huge tmpfs, populated"] = (opened(huge), populated)
+    if reserved:
+        found["hugetlb, populated"] = (BACKINGS["hugetlb"], populated)
     if not cpu:
         found |= {name: (BACKINGS[name], made) for name in backings.CUDA_BACKINGS if name in BACKINGS}
     return found
 
 
-def alternate(nbytes: int, rounds: int, write: Callable[..., None], *, cpu: bool) -> dict[str, list[float]]:
+def alternate(
+    nbytes: int, rounds: int, write: Callable[..., None], *, cpu: bool, reserved: bool
+) -> dict[str, list[float]]:
     """Every way once per round, each round from another start; GiB/s until resident, by way."""
     rates: dict[str, list[float]] = {}
     with huge_tmpfs(nbytes) as huge:
         if huge is None:
             write(bring_up="huge tmpfs, populated", not_measured="no private mount: unshare or mount was refused")
-        todo = list(ways(huge, cpu=cpu).items())
+        todo = list(ways(huge, cpu=cpu, reserved=reserved).items())
         for turn in range(rounds):
             for name, (kind, act) in todo[turn % len(todo) :] + todo[: turn % len(todo)]:
                 try:
@@ -287,18 +295,19 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     begin, short = time.monotonic(), []
-    with (options.out / "backings_on_gpu.jsonl").open("w", encoding="utf-8") as lines:
+    with (options.out / "backings_on_gpu.jsonl").open("w", encoding="utf-8") as lines, ExitStack() as stack:
 
         def write(**record: Any) -> None:
             lines.write(json.dumps(record, default=str) + "\n")
             lines.flush()
 
-        rows, pages = int(options.shared_gib * GIB) // 264, nullcontext("no pages are reserved")
+        rows, nbytes = int(options.shared_gib * GIB) // 264, int(options.gib * GIB)
+        pages = nullcontext("no pages are reserved")
         if options.reserve_hugetlb:
-            pool = Path(f"/sys/devices/system/node/node{node()}/hugepages/hugepages-2048kB/nr_hugepages")
-            pages = reserved_pages(pool, table_bytes(EngramLayout.for_rows(rows, layers=(1,))))
-        with pages as told, ThreadPoolExecutor(3) as pool:  # imports of torch take most of the time
-            short.append(told)
+            file = Path(f"/sys/devices/system/node/node{node()}/hugepages/hugepages-2048kB/nr_hugepages")
+            pages = reserved_pages(file, max(nbytes, table_bytes(EngramLayout.for_rows(rows, layers=(1,)))))
+        short.append(stack.enter_context(pages))
+        with ThreadPoolExecutor(3) as pool:  # imports of torch take most of the time
             worlds = list(pool.map(partial(shared, rows=rows, cpu=options.cpu), SHARED))
         digests = {rank["crc"] for world in worlds for rank in world.get("ranks", ())}
         for world in worlds:
@@ -309,7 +318,7 @@ def main() -> int:
         if not options.cpu:
             for name in backings.CUDA_BACKINGS:
                 backings.install(name, 0)
-        rates = alternate(int(options.gib * GIB), options.rounds, write, cpu=options.cpu)
+        rates = alternate(nbytes, options.rounds, write, cpu=options.cpu, reserved=options.reserve_hugetlb)
         for name, seen in rates.items():
             ratio = statistics.median(seen) / statistics.median(rates.get(STOCK, seen))
             short.append(f"{name:24} {statistics.median(seen):6.2f} GiB/s  {ratio:5.1f} x stock  of {len(seen)} rounds")

@@ -95,6 +95,28 @@ def check_graph_rows() -> dict[str, Any]:
     return {"replays": 4}
 
 
+def check_output_oracle() -> dict[str, Any]:
+    """L11: outputs lie within the engine's tolerance of the oracle's, for few tokens and many, eager and captured; with
+    zeros in the place of the rows they do not."""
+    one, report = engine(), {}
+    for tokens in (1, 15, 300, TOKENS):
+        fresh = batch(tokens, tokens)
+        rows = one.rows(fresh, ARMS["early"])[1].swapaxes(0, 1)
+        wanted, without = one.oracle(fresh, rows), one.oracle(fresh, rows * 0)
+        for name, settings in (("eager", ARMS["early"]), ("graph", captured(ARMS["early"]))):
+            seen = one.step(fresh, settings, marks=False).output
+            report[f"{tokens} tokens, {name}"] = {
+                "away": away(seen, wanted).max(), "other": np.median(away(seen, without))
+            }  # fmt: skip
+    assert all(each["away"] <= one.tolerance < each["other"] for each in report.values()), report
+    return report
+
+
+def away(states: Any, wanted: Any) -> Any:
+    """Per token, the RMS of a difference as a share of the RMS wanted."""
+    return np.sqrt(np.square(states - wanted).mean(axis=1) / np.square(wanted).mean(axis=1))
+
+
 def check_graph_times() -> dict[str, Any]:
     """Median ms of unmarked steps, eager and captured, in turn; ``served`` starts a step before it is enqueued."""
     one, report = engine(), {}

@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from pytest_engram.backends.protocol import TableShard
+from pytest_engram.backends.vllm_light import LightEngine, Surroundings
+from pytest_engram.backends.vllm_source import locate
+from pytest_engram.errors import EngramError
 from pytest_engram.gpu.gather import full_grid, lookup
 from pytest_engram.gpu.registration import register
 from pytest_engram.gpu.timeline import spin
@@ -44,7 +46,7 @@ class Timed:
     ratio: float | None = None
 
 
-def measure(gib: float, repeats: int, peer_kernel: Path | None) -> list[Timed]:
+def measure(gib: float, repeats: int, peer_kernel: str | None) -> list[Timed]:
     """Every token count and cap over a table of ``gib`` GiB, and the full grid over HBM for comparison."""
     rows = int(gib * 2**30) // (DIM + DIM // 32)
     begin = time.monotonic()
@@ -56,7 +58,10 @@ def measure(gib: float, repeats: int, peer_kernel: Path | None) -> list[Timed]:
     table = shard(weight.view(rows, DIM), scales.view(rows, DIM // 32))
     kernels: dict[str, Callable[..., Any]] = {"ours": lookup, "ours, 8 warps": partial(lookup, warps=8)}
     if peer_kernel is not None:
-        kernels["peer"] = peer(peer_kernel)
+        try:
+            kernels["peer"] = peer(peer_kernel)
+        except EngramError as absent:
+            print(f"no peer kernel: {absent}")
     found = [
         row
         for tokens in TOKENS
@@ -132,14 +137,17 @@ def row(name: str, times: dict[str, list[float]], out: Any, *, memory: str, cap:
     )  # fmt: skip
 
 
-def peer(path: Path) -> Callable[..., Any]:
-    """vLLM's lookup kernel from a file, launched as vLLM 0.31.0 launches it."""
-    spec = importlib.util.spec_from_file_location("peer_kernel", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    kernel = module._engram_lookup_kernel
+def peer(source: str) -> Callable[..., Any]:
+    """vLLM's lookup kernel, of its own files or of one file, launched as vLLM 0.31.0 launches it."""
+    if source.startswith("vllm@"):
+        kernel = LightEngine(locate(source[5:]), Surroundings(interpreted=False)).get("_engram_lookup_kernel")
+    else:
+        spec = importlib.util.spec_from_file_location("peer_kernel", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kernel = module._engram_lookup_kernel
 
     def run(table: Any, ids: Any, out: Any, *, cap: int) -> None:
         rows = out.shape[0] * out.shape[1]

@@ -32,7 +32,7 @@ def run_checks(write: Callable[[dict[str, Any]], None]) -> int:
     """Every check once; the number of those that failed."""
     failed = 0
     modules = gpu_memory_checks, gpu_stream_checks, gpu_step_checks, gpu_hash_checks
-    for name, check in (each for module in modules for each in vars(module).items()):
+    for name, check in [each for module in modules for each in vars(module).items()]:  # a warning adds to them
         if not name.startswith("check_"):
             continue
         begin = time.monotonic()
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=24.0, help="size of the timed tmpfs table")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument(
-        "--peer-kernel", type=Path, help="a file that defines vLLM's lookup kernel, timed in alternation"
+        "--peer-kernel", help="vllm@VERSION whose lookup kernel is timed in alternation, or a file that defines it"
     )
     options = parser.parse_args()
     reason = unavailable()

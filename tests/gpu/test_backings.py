@@ -336,9 +336,29 @@ def test_reserved_pages_are_given_back(tmp_path: Path) -> None:
     pool = tmp_path / "nr_hugepages"
     pool.write_text("3\n")
     with suppress(KeyError), reserved(pool, (2 << 20) + 1) as told:
-        assert (pool.read_text(), told) == ("5", "2 MiB page pool: 3 before, 5 for this run")
+        assert pool.read_text() == "5"
+        assert told.startswith("2 MiB page pool: 3 before, 5 for this run, in 0.")
         raise KeyError
     assert pool.read_text() == "3\n"
+
+
+def test_a_bring_up_is_registered_until_it_was_audited(make_cudart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registration's time holds no unregistering: its array lives until the audit; one that nobody holds ends it."""
+    torch = pytest.importorskip("torch", reason="the script empties torch's cache")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    script = runpy.run_path(str(Path(__file__).with_name("backings_on_gpu.py")))
+    scope, calls = script["bring_up"].__globals__, make_cudart()
+    audit, seen = scope["audit_range"], list[list[int]]()
+
+    class Kind(BACKINGS["memfd"]):  # type: ignore[misc]
+        cudart = calls
+
+    scope["audit_range"] = lambda *span, **how: (seen.append([*calls.ranges.values()]), audit(*span, **how))[1]
+    found = script["bring_up"](Kind, script["populated"], 1 << 20, cpu=False)
+    assert (seen, found["pages"]) == ([[1 << 20]], {NODE: 256})
+    assert (calls.count("register"), calls.count("unregister"), calls.ranges) == (1, 1, {})
+    register(np.zeros(4096, np.uint8), cudart=calls)
+    assert (calls.count("register"), calls.ranges) == (2, {})
 
 
 def test_the_script_for_the_gpu_runs_dry(tmp_path: Path) -> None:

@@ -235,6 +235,23 @@ def test_a_view_shares_memory_and_a_copy_is_found(make_cudart: Any) -> None:
     assert held.active
 
 
+def test_a_registration_speaks_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread lets go of a range, the device that may still read it is waited for, and no other is woken."""
+    asked: list[Any] = []
+    cuda = SimpleNamespace(
+        init=lambda: None, cudart=lambda: None, current_device=lambda: 1, synchronize=lambda *on: asked.append(on)
+    )
+    torch = SimpleNamespace(cuda=cuda, ones=lambda _count, device: asked.append(device))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for kind in (registration.Cudart, registration.HeldCudart):
+        held = kind()
+        cuda.current_device = lambda: 0  # another thread's
+        held.synchronize()
+        held.clear()
+        cuda.current_device = lambda: 1
+    assert asked == [("cuda:1",), "cuda:1"] * 2
+
+
 def fake_torch(cuda: str | None, devices: int = 0) -> Any:
     """A torch of which only the probe's questions are answered."""
     return SimpleNamespace(

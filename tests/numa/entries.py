@@ -181,6 +181,27 @@ def without_mbind(group: Any, payload: dict[str, Any]) -> Any:
     return protocol(group, payload)
 
 
+def forks(group: Any, payload: dict[str, Any]) -> Any:
+    """Rank 0 forks a child that holds its socket, tells its pid, and ends as asked; the other rank waits for it."""
+    if group.rank == 0:
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        group.emit(child)
+        if payload["end"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if payload["end"] == "killed":
+        group.barrier(step="never")
+    return None
+
+
+def without_policy_calls(group: Any, payload: dict[str, Any]) -> Any:
+    """Forbid all three policy calls: what Docker's default profile does without CAP_SYS_NICE."""
+    for call in ("mbind", "set_mempolicy", "get_mempolicy"):
+        forbid(_syscalls._NUMBERS[platform.machine()][call])
+    return protocol(group, payload)
+
+
 def forbid(number: int) -> None:
     """Let one system call fail with EPERM in this process from now on."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_engram.errors import EngramError
 from pytest_engram.numa import procfs
+from pytest_engram.numa.tree import Tree
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "procfs"
 
@@ -140,3 +141,26 @@ def test_bad_lists_are_quoted(text: str) -> None:
     """Text that is no list is quoted."""
     with pytest.raises(EngramError, match="CPU or node list not understood"):
         procfs.parse_list(text)
+
+
+ODD = ("\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029", "\xa0", "\ufffd")
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_names_may_hold_what_python_calls_a_line_end(odd: str) -> None:
+    """K30: the kernel escapes spaces and newlines at most; every other character is part of a name."""
+    maps = f"7f0000000000-7f0000001000 rw-s 0 00:1a 7 /dev/shm/a{odd}b\n7f0000001000-7f0000002000 rw-p 0 00:00 0 \n"
+    assert [vma.path for vma in procfs.parse_smaps(maps)] == [f"/dev/shm/a{odd}b", ""]
+    line = procfs.parse_numa_maps_line(f"7f0000000000 bind:0 file=/dev/shm/a{odd}b dirty=1 N0=1 kernelpagesize_kB=4\n")
+    assert (line.policy, line.pages) == ("bind:0", {0: 1})
+    assert procfs.parse_status(f"Name:\ta{odd}b\nMems_allowed_list:\t0\n")["Mems_allowed_list"] == "0"
+    text = f"1 2 0:3 / /mnt/a{odd}b rw - tmpfs x{odd} rw\n4 2 0:5 / /dev/shm rw - tmpfs  rw,mpol=bind:1\n"
+    mounts = procfs.parse_mounts(text)
+    assert [mount.point for mount in mounts] == [f"/mnt/a{odd}b", "/dev/shm"]
+
+
+def test_files_of_any_bytes_are_read(tmp_path: Path) -> None:
+    """Names of bytes that are no UTF-8, and carriage returns, reach the reader as one line."""
+    (tmp_path / "mountinfo").write_bytes(b"1 2 0:3 / /mnt/\xff\rx rw - tmpfs y rw\n")
+    (mount,) = procfs.parse_mounts(Tree(tmp_path).need("mountinfo"))
+    assert mount.point == "/mnt/\ufffd\rx"

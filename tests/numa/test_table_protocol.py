@@ -139,11 +139,17 @@ def test_a_hanging_rank_meets_the_deadline(world: Any) -> None:
     assert world.survivors == []
 
 
-def test_a_real_seccomp_filter_is_named(world: Any) -> None:
+@pytest.mark.parametrize("entry", ["without_mbind", "without_policy_calls"])
+def test_a_real_seccomp_filter_is_named(world: Any, entry: str) -> None:
     """K1: mbind refused by a sandbox is a PlacementError that names CAP_SYS_NICE and seccomp, never a pass."""
     with pytest.raises(PeerError, match="CAP_SYS_NICE or a seccomp profile") as caught:
-        world("without_mbind")
+        world(entry)
     assert caught.value.code == "blocked-by-sandbox"
+
+
+def test_without_policy_calls_an_unplaced_table_is_built(world: Any) -> None:
+    """K1: in a container that forbids every policy call, a table that asks for no policy is built and audited."""
+    assert len(world("without_policy_calls", mode="default", nodes=[])) == 2
 
 
 def test_a_table_that_does_not_fit_is_refused_before_it_is_created() -> None:

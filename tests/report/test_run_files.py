@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram import codec
+from pytest_engram import cli, codec
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Evidence, Status, SweepSample
 from pytest_engram.report import records, results
@@ -352,3 +352,90 @@ def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
     for page in (tmp_path / "run" / "report.md", tmp_path / "again" / "page.md"):
         assert "(interference-B1.svg)" in page.read_text()
         assert (page.parent / "interference-B1.svg").read_text().startswith("<svg")
+
+
+def test_an_older_run_of_a_required_experiment_lifts_the_block(tmp_path, make_evidence, make_verdict):
+    """A3 was BLOCKED in its own run; beside B1's folder it is judged anew, and that is no contradiction."""
+
+    def evaluate(evidence, prior=()):
+        met = {one.experiment for one in prior} >= set(evidence.plan.experiment.requires)
+        made = make_verdict(*(() if met else ("BLOCKED",)), at=5 if met else 4)
+        return replace(made, experiment=evidence.plan.experiment.id, protocol_hash=evidence.plan.protocol_hash)
+
+    for evidence in (make_evidence("A3", requires=("B1",)), make_evidence("B1")):
+        folder = tmp_path / evidence.plan.experiment.id
+        write_run(folder, Account([evaluate(evidence)], [evidence]))
+    assert results.gate_files([tmp_path / "A3"], evaluate=evaluate)[1] == 12
+    assert results.gate_files([tmp_path / "A3", tmp_path / "B1"], evaluate=evaluate)[1] == 0
+
+
+def test_a_stored_verdict_without_gates_is_not_measured(tmp_path, make_verdict):
+    """A verdict that names no gate and has no evidence is an absence, not a traceback."""
+    write_run(tmp_path, Account([make_verdict("NOT_MEASURED", gates=())], []))
+    verdicts, code, _ = results.gate_files([tmp_path])
+    assert (verdicts[0].gates[0].reason, code) == ("no-evidence", 12)
+
+
+def test_what_cannot_be_judged_is_said(folder):
+    """Evidence that no run can have written (pages of 0 bytes) is one sentence that names run and experiment."""
+
+    def evaluate(evidence, prior=()):
+        return 1 // 0
+
+    with pytest.raises(UsageError, match="B1 cannot be judged: ZeroDivisionError") as caught:
+        results.gate_files([folder], evaluate=evaluate)
+    assert (caught.value.code, str(folder) in str(caught.value)) == ("bad-evidence", True)
+
+
+def test_a_plan_of_another_schema_is_refused(folder, judge):
+    """The plan inside an evidence has a schema of its own."""
+    tree = json.loads((folder / "evidence-B1.json").read_text())
+    tree["plan"]["schema"] = 99
+    (folder / "evidence-B1.json").write_text(json.dumps(tree))
+    with pytest.raises(UsageError, match=r"evidence\[0\].plan.schema is 99"):
+        results.gate_files([folder], evaluate=judge)
+
+
+def test_an_empty_section_says_so(tmp_path):
+    """A file without any experiment is NOT_MEASURED in words, too."""
+    write_run(tmp_path, Account([], []))
+    _, code, lines = results.gate_files([tmp_path])
+    assert (code, lines[-1]) == (12, "NOT_MEASURED  no experiment is in there")
+
+
+@pytest.mark.parametrize("option", [["--require", "mine:4"], ["--baseline", "x"], ["--markdown", "x"]])
+def test_nothing_is_judged_without_files(tmp_path, capsys, option):
+    """A trace alone is explained; what asks for a verdict beside it is refused, never a silent 0."""
+    assert cli.main(["gate", "--trace", str(tmp_path / "t.json"), *option]) == 4
+    assert "nothing to judge" in capsys.readouterr().err
+
+
+def test_an_experiment_of_the_users_own_can_be_required(tmp_path, make_evidence, make_verdict, capsys):
+    """Offline the files say which experiments there are; an id that neither they nor the suite know is refused."""
+    write_run(tmp_path, Account([make_verdict("NOT_MEASURED", at=0, experiment="mine")], []))
+    assert cli.main(["gate", str(tmp_path), "--require", "mine:4"]) == 12
+    assert cli.main(["gate", str(tmp_path), "--require", "other:4"]) == 4
+    assert "mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["loop", "x" * 5000])
+def test_paths_that_lead_nowhere_are_one_line(tmp_path, capsys, path):
+    """A link to itself and an endless name are refused like any file that cannot be read."""
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main(["gate", str(tmp_path / path)]) == 4
+    assert capsys.readouterr().err.startswith("pytest-engram: error: ")
+
+
+def test_a_report_that_cannot_be_written_is_one_line(folder, tmp_path, capsys):
+    """``--markdown`` onto a folder."""
+    assert cli.main(["gate", str(folder), "--markdown", str(tmp_path)]) == 4
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_number_beyond_64_bits_is_refused(folder, judge):
+    """An integer that no counter of ours can reach names the file, before any arithmetic overflows."""
+    tree = json.loads((folder / "evidence-B1.json").read_text())
+    tree["runs"][0]["compute"][0]["step_ns"] = [10**400]
+    (folder / "evidence-B1.json").write_text(json.dumps(tree))
+    with pytest.raises(UsageError, match=r"evidence-B1\.json: 10000000000000000000… is larger"):
+        results.gate_files([folder], evaluate=judge)
