@@ -178,12 +178,12 @@ def address_of(buffer: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def refused(error: OSError, step: str) -> PlacementError:
-    """The error a person reads when the kernel or a sandbox refused a placement call."""
+def refused(error: OSError, step: str) -> PlacementError | NotMeasurable:
+    """What a person reads when the kernel refused a placement call, or a sandbox, which makes it an absence (K1)."""
     if error.errno not in (errno.EPERM, errno.EACCES):
         name = errno.errorcode.get(error.errno or 0, "unknown").lower()
         return PlacementError(str(error), code=f"kernel-{name}", where=step)
-    return PlacementError(
+    return NotMeasurable(
         str(error), code="blocked-by-sandbox", where=step,
         expected="CAP_SYS_NICE or a seccomp profile that allows mbind, set_mempolicy and move_pages",
         way_out="run the container with --cap-add SYS_NICE (CAP_SYS_NICE / seccomp), or relax its seccomp profile",

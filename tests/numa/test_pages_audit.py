@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pytest_engram.errors import PlacementError
+from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.model import Moment, PageDistribution
 from pytest_engram.numa import _syscalls, pages
 from pytest_engram.numa.backing import BACKINGS, Backing, Memfd
@@ -133,7 +133,7 @@ def test_a_forbidden_query_names_the_capability(memfd: Backing, monkeypatch: pyt
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(_syscalls, "_call", refuse)
-    with pytest.raises(PlacementError, match="CAP_SYS_NICE / seccomp"):
+    with pytest.raises(NotMeasurable, match="CAP_SYS_NICE / seccomp"):
         audit(memfd)
 
 

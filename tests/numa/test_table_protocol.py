@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_engram.codec import from_builtins
-from pytest_engram.errors import PeerError, PlacementError, UsageError
+from pytest_engram.errors import NotMeasurable, PeerError, PlacementError, UsageError
 from pytest_engram.model import Moment, PageDistribution, PlacementPlan, StepReceipt, TablePlan
 from pytest_engram.numa import _syscalls, pages, populate
 from pytest_engram.numa.backing import BACKINGS
@@ -141,10 +141,11 @@ def test_a_hanging_rank_meets_the_deadline(world: Any) -> None:
 
 @pytest.mark.parametrize("entry", ["without_mbind", "without_policy_calls"])
 def test_a_real_seccomp_filter_is_named(world: Any, entry: str) -> None:
-    """K1: mbind refused by a sandbox is a PlacementError that names CAP_SYS_NICE and seccomp, never a pass."""
+    """K1: mbind refused by a sandbox is an absence that names CAP_SYS_NICE and seccomp, never a pass."""
     with pytest.raises(PeerError, match="CAP_SYS_NICE or a seccomp profile") as caught:
         world(entry)
     assert caught.value.code == "blocked-by-sandbox"
+    assert isinstance(caught.value.__cause__, NotMeasurable)
 
 
 def test_without_policy_calls_an_unplaced_table_is_built(world: Any) -> None:

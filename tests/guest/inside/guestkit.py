@@ -125,7 +125,7 @@ def gate_one(asked_for: PlacementPlan, audits: Sequence[PageDistribution]) -> st
 
 
 def _plan(asked_for: PlacementPlan) -> Plan:
-    chosen = _a1()
+    chosen = replace(_a1(), ranks=len({rank for table in asked_for.tables for rank in table.ranks}))
     plan = Plan(
         experiment=chosen, schedule=(), seed=0, protocol_hash="", engine="cpu", backends={},
         placements=dict.fromkeys(chosen.arms, asked_for), cpus=((0,), (1,)), rows=1,
