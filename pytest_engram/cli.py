@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 12
     except (EngramError, OSError) as error:
         print(f"pytest-engram: error: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, (UsageError, OSError)) else 1
+        return EXIT_USAGE if isinstance(error, (UsageError, OSError)) else 3  # 1: found something
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("calibrate", _calibrate, "how often the rules err, by simulation").add_argument
     add("--trials", type=int, default=10_000)
     add("--seed", type=int, default=20261)
-    add = command(
-        "conformance", _conformance, "the contract, line by line, against engines; 1 if a line fails"
-    ).add_argument
+    add = command("conformance", _conformance, "engines, contract line by line; 1 if a line fails").add_argument
     add("specs", nargs="+", metavar="BACKEND", help="as --engram-backend takes it: vllm@0.33.0, reference")
     add("--engine", choices=("cpu", "cuda"), help="default: cpu where the backend has it")
     add = command("experiments", _experiments, "list or validate experiment files").add_argument
@@ -120,6 +118,8 @@ def _gate(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from pytest_engram import calibration
 
+    if arguments.trials < 1 or arguments.seed < 0:
+        raise UsageError(f"{arguments.trials} trials, seed {arguments.seed}", expected="one trial or more, seed from 0")
     print(calibration.render(calibration.table(trials=arguments.trials, seed=arguments.seed)))
     return 0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_engram import calibration
+from pytest_engram import calibration, cli
 from pytest_engram.calibration import Scenario, simulate
 
 TRIALS = 20_000
@@ -54,3 +54,10 @@ def test_the_table_is_seeded_and_complete():
     text = calibration.render(rows)
     assert all(scenario.title in text for scenario in calibration.SCENARIOS)
     assert text.count("\n| ") == len(calibration.SCENARIOS) + 1
+
+
+@pytest.mark.parametrize("options", [["--trials", "0"], ["--trials", "-5"], ["--seed", "-1"]])
+def test_numbers_that_cannot_be_are_refused(options, capsys):
+    """No trial or a negative seed is a usage error (exit 4), not a table of NaN or a traceback."""
+    assert cli.main(["calibrate", *options]) == 4
+    assert "one trial or more" in capsys.readouterr().err
