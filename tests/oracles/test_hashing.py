@@ -80,6 +80,7 @@ def test_chunking_of_large_batches_is_seamless() -> None:
     assert whole.max() <= 384_016_681
 
 
+@pytest.mark.alone
 def test_vectorised_is_at_least_100_times_faster(scalar: Any, scalar_tables: Any, scalar_map: list[int]) -> None:
     """Per token the vectorised oracle takes at most a hundredth of the scalar loop's time."""
     tokens = np.random.default_rng(5).integers(0, 129_280, 50_000)
