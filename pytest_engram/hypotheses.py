@@ -39,7 +39,7 @@ LAUNCH_NS = 20_000  # what a launch may cost
 MOST, RARE = 0.5, 0.1  # shares of marked steps
 STEADY = 0.02  # main compute's margin where the experiment declares none
 GAINLESS = 0.02
-_WAYS = {"down": "nearer", "up": "farther"}
+_WAYS = {"down": "nearer", "up": "farther", None: "at an unknown distance"}
 CROSS_SOCKET = "cross_socket"  # begins the keys of ``RunRecord.drift`` that count traffic between sockets
 
 Opinion = tuple[str, str]  # outcome, evidence line
@@ -133,7 +133,7 @@ def _remote(case: Case) -> Iterator[Opinion]:
         for rank in range(case.experiment.ranks):
             way, lookup = prediction(case, arm, rank), _shift(case, arm, f"lookup@{rank}")
             traffic = _shift(case, arm, CROSS_SOCKET, read=partial(_cross_socket, rank))
-            line = f"{arm}: rank {rank} {_WAYS.get(way or '', 'as far as before')}, {lookup}, {main}"
+            line = f"{arm}: rank {rank} {_WAYS.get(way, 'as far as before')}, {lookup}, {main}"
             if not way or lookup is None or main is None:
                 yield "undecided", f"{line}; nothing is predicted, or not every run has it"
             elif traffic is None:

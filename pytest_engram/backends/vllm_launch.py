@@ -29,8 +29,9 @@ class VllmLaunch:
         """What vLLM's ``ParallelEngramEmbedding`` refuses; elastic groups are refused by its configuration."""
         if elastic:
             self.elsewhere()
-        with self._one_of(replicas):
-            self.engine.get("ParallelEngramEmbedding")(1, 32, (1,), 32, cpu_offload=offload, dp_shared_memory=True)
+        kind, tables = self.engine.get("ParallelEngramEmbedding"), import_module("torch").empty(2, 1)
+        with self._one_of(replicas), mock.patch.object(kind, "_allocate_weights", return_value=tables):
+            kind(1, 32, (1,), 32, cpu_offload=offload, dp_shared_memory=True)
 
     def shard_rank(self, tp_rank: int, dp_rank: int, dp_size: int) -> int:
         """vLLM's ``engram_head_shard_rank``."""

@@ -6,7 +6,7 @@ Each asks one optional method of the backend, which raises ``NotMeasurable`` whe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,11 @@ def explicit_sharing(probe: Probe) -> Parts:
     yield "with nobody", refused(partial(share, offload=True, replicas=1), "sharing")
 
 
+def rightful_sharing(probe: Probe) -> Finding | None:
+    """Explicit sharing of offloaded tables by two replicas is accepted."""
+    return _accepted(partial(probe.optional("sharing"), offload=True, replicas=2), "no error")
+
+
 def elastic_sharing(probe: Probe) -> Finding | None:
     """Explicit sharing in an elastic group, whose ranks come and go, is an error at start."""
     share = probe.optional("sharing")
@@ -45,6 +50,7 @@ def node_layouts(probe: Probe) -> Parts:
         ("2 hosts of 8 ranks, replicas of 2", [0] * 8 + [1] * 8, 2, 4), ("one host", [0] * 4, 1, 4),
         ("interleaved hosts", [0, 1] * 4, 1, 1), ("interleaved halves of replicas", [0, 1] * 4, 2, 1),
         ("3 and 5 ranks", [0] * 3 + [1] * 5, 1, 1), ("3 and 4 ranks", [0] * 3 + [1] * 4, 1, 1),
+        ("replicas over two hosts", [0, 1, 0, 1, 0, 0, 0, 0], 2, 1),
     )  # fmt: skip
     for name, nodes, replica, wanted in layouts:
         yield name, _unequal(group(nodes, replica), wanted)
@@ -65,10 +71,11 @@ def fallbacks(probe: Probe) -> Parts:
 
 def short_cgroup(probe: Probe) -> Finding | None:
     """A memory cgroup with less room than the table is worth a line in the log, and no refusal."""
-    fits = partial(probe.optional("fits"), 1 << 20, cgroup_free=1 << 10)
-    if refused(fits, "") is None:
-        return Finding(detail="refused", expected="a line in the log", seen="an error")
-    return None
+    return _accepted(partial(probe.optional("fits"), 1 << 20, cgroup_free=1 << 10), "a line in the log")
+
+
+def _accepted(run: Callable[[], Any], expected: str) -> Finding | None:
+    return Finding(detail="refused", expected=expected, seen="an error") if refused(run, "") is None else None
 
 
 def _unequal(seen: Any, expected: Any) -> Finding | None:
@@ -89,6 +96,6 @@ def _warnings() -> Iterator[list[str]]:
 
 
 LAUNCH_CASES = cases(
-    "launch", L12=[scale_names], S8=[explicit_sharing, elastic_sharing], S9=[node_layouts], S10=[fallbacks],
-    S12=[short_cgroup],
+    "launch", L12=[scale_names], S8=[explicit_sharing, rightful_sharing, elastic_sharing], S9=[node_layouts],
+    S10=[fallbacks], S12=[short_cgroup],
 )  # fmt: skip

@@ -75,9 +75,10 @@ def dp_padding(probe: Probe) -> Parts:
     """Replicas that share a table pad their ids with DEAD_ID to their own group's most tokens; more is refused."""
     pad, counts, group = probe.optional("padded_ids"), (3, 5, 4096, 1), slice(0, 2)
     ids = probe.rng.integers(0, 20, (6, _HEADS), dtype=np.int32)
-    wanted = np.concatenate([ids[:3], np.full((2, _HEADS), DEAD_ID, np.int32)])
-    padded = to_numpy(pad(probe.place(ids[:3]), counts, group))
-    yield "3 tokens in a slot of 5", compare(padded, wanted, lambda token, head: {"token": token, "head": head})
+    for count in (3, 5):
+        wanted = np.concatenate([ids[:count], np.full((5 - count, _HEADS), DEAD_ID, np.int32)])
+        padded, name = to_numpy(pad(probe.place(ids[:count]), counts, group)), f"{count} tokens in a slot of 5"
+        yield name, compare(padded, wanted, lambda token, head: {"token": token, "head": head})
     yield "6 tokens in a slot of 5", refused(partial(pad, probe.place(ids), counts, group), "gathered")
     yield "no counts", refused(partial(pad, probe.place(ids[:3]), None, group), "gathered")
 

@@ -19,10 +19,8 @@ def window_before_slots(probe: Probe) -> Finding | None:
     """A known window value wins over the slot cache; the cache answers only what the window does not know."""
     hasher, cache = probe.hasher(SLOTS), SlotCache(SLOTS)
     first = paged(probe.tokens(8), [3, 9, 1])
-    conflicting = replace(
-        paged(probe.tokens(2), [3, 9, 1], start=8),
-        window=np.array([[*probe.tokens(1), -1, *probe.tokens(1)]], np.int32),
-    )
+    window = np.array([[0, -1, *probe.tokens(1)]], np.int32)
+    conflicting = replace(paged(probe.tokens(2), [3, 9, 1], start=8), window=window)
     return _through(probe, hasher, [first, conflicting], [probe.ids(first, cache), probe.ids(conflicting, cache)])
 
 

@@ -56,8 +56,8 @@ class _Cudart:
 
     def clear(self) -> None: ...
 
-    def pinned(self, byte: Any) -> bool:  # noqa: ARG002 - CUDA's signature
-        return self._pins
+    def pinned(self, byte: Any) -> bool:
+        return self._pins and any(0 <= byte.ctypes.data - one < _size() for one in self.live) and byte.size > 0
 
     def synchronize(self) -> None: ...
 
@@ -116,10 +116,10 @@ def _size() -> int:
     return (1 + os.getpid() % 127) * 33 * 4096  # whole rows of 32 values and their scale
 
 
-def _files() -> int:
+def _files(where: str = _SHM) -> int:
     count = 0
     with suppress(FileNotFoundError):  # no /dev/shm, or another program's file went meanwhile
-        for entry in os.scandir(_SHM):
+        for entry in os.scandir(where):
             count += entry.stat().st_size == _size()
     return count
 
@@ -205,22 +205,22 @@ def unnamed(probe: Probe) -> Finding | None:
 
 
 def last_view(probe: Probe) -> Finding | None:
-    """Closing waits for the last view, whose end unregisters exactly once, before the memory is unmapped."""
-    cudart = _Cudart()
+    """Closing waits for the last view, whose end unregisters exactly once, before the memory is unmapped and freed."""
+    cudart, before = _Cudart(), _files("/proc/self/fd")
     table = _solo(probe, cudart)
     host = partial(device_view, table.buffer[4096:], pointer=lambda address: address, tensor=_OnHost)
-    view = getattr(table, "device_view", host)()
+    view, seen = getattr(table, "device_view", host)(), []
     del host
     table.close()
-    early = len(cudart.undone)
+    seen.append(list(cudart.undone))
     del view
+    seen.append(list(cudart.undone))
     table.close()
     del table
     gc.collect()
-    if early or cudart.undone != [True]:
-        seen = f"{early} with a living view, then {cudart.undone}"
-        return Finding(detail="unregistrations", expected="0 with a living view, then [True]", seen=seen)
-    return None
+    told, wanted = f"{[*seen, cudart.undone]}, {_files('/proc/self/fd') - before} open", "[[], [True], [True]], 0 open"
+    at = "unregistered when closed, without a view, without the table; descriptors"
+    return None if told == wanted else Finding(detail=at, expected=wanted, seen=told)
 
 
 def loaded(probe: Probe) -> Finding | None:

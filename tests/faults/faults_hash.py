@@ -171,9 +171,15 @@ def _bind_dead(self: Any, slots: int) -> None:
     self._cache.values[:] = DEAD_ID
 
 
-def _tokens(change: Callable[[Any], Any]) -> ReferenceBackend:
+def _tokens(change: Callable[[Any], Any], narrow: Callable[[Any], Any] = lambda ids: ids) -> ReferenceBackend:
+    """``change(pairs)`` before the token map is built, ``narrow(ids)`` after."""
     backend = ReferenceBackend()
-    backend.token_map = lambda tokens: build_token_map(change(tokens))  # type: ignore[assignment, misc]
+
+    def token_map(tokens: Any) -> tuple[Any, int]:
+        ids, count = build_token_map(change(tokens))
+        return narrow(ids), count
+
+    backend.token_map = token_map  # type: ignore[assignment]
     return backend
 
 
@@ -196,6 +202,7 @@ _ORACLE = hashing.EngramLayout.deepseek_v41
 FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "pad token's own id as pad value": ("H2", _hash(lambda layout, batch, token_map, *rest: hash_ids(
         layout, batch, np.where(np.arange(len(token_map)) == layout.pad_token_id, np.int32(2), token_map), *rest))),
+    "the model's pad token always": ("H2", _layout(pad_token_id=lambda _: 2)),
     "one layer's multipliers for both": ("H3", _layout(multipliers=lambda o: o.multipliers[[0, 0]])),
     "multipliers in reverse": ("H3 H5", _layout(multipliers=lambda o: np.ascontiguousarray(o.multipliers[:, ::-1]))),
     "an even multiplier": ("H3 H5", _layout(multipliers=lambda o: o.multipliers - (np.arange(4) == 2))),
@@ -230,11 +237,13 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
         window_dead=lambda b: b.window_dead | (b.window < 0), window=lambda b: np.abs(b.window))),
     "the window beats the chunk": ("H7 H8", _values(_at(_window_over_chunk))),
     "the cache beats the window": ("H7", _hash(_cache_over_window)),
+    "token id 0 in the window is unknown": ("H7 H8", _batch(window=lambda b: np.where(b.window == 0, -1, b.window))),
     "window oldest first": ("H8", _batch(window=lambda b: b.window[:, ::-1])),
     "window one token late": ("H8", _batch(window=lambda b: np.roll(b.window, 1, axis=1))),
     "window two deep": ("H8", _batch(window=lambda b: np.where(np.arange(b.window.shape[1]) < 2, b.window, -1))),
     "lower bound in the boundaries": ("H9", _values(_lower_bound)),
     "the window is forgotten": ("H10", _batch(window=lambda b: np.full_like(b.window, -1))),
+    "tokens past 8,192 are not hashed": ("H10", _ids(lambda ids: ids * (np.arange(len(ids)) < 8192)[:, None, None])),
     "the batch is one request": ("H11", _batch(query_start_loc=lambda b: np.array([0, len(b.token_ids)], np.int32))),
     "lookback into the request before": ("H11", _values(_at(_leak))),
     "the first block table for all": ("H11", _batch(
@@ -259,6 +268,7 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "dummies are kept": ("H17", _hasher(dummy=lambda _, n: (np.full((n, 2, 24), -1, np.int32), np.ones(n, bool)))),
     "case counts": ("H1", _tokens(lambda tokens: [(text.replace("T", "x"), raw) for text, raw in tokens])),
     "a lone space is empty": ("H1", _tokens(lambda tokens: [(text.strip() or "", raw) for text, raw in tokens])),
+    "compressed ids in 15 bits": ("H1", _tokens(list, lambda ids: ids & 0x7FFF)),
     "every length is compiled": ("H19", _variants()),
     "no window is an unknown one": ("H20", _batch(
         window=lambda b: b.window if b.window.shape[1] else np.full((len(b.window), 3), -1, np.int32),

@@ -226,6 +226,8 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "a lone last token is dropped": ("L9", _after(_last_zero)),
     "padded to the largest of all hosts": ("L10", _pads(
         lambda ids, counts, group: padded_ids(ids, counts, slice(None)))),
+    "padded from the smallest replica's tokens": ("L10", _pads(lambda ids, counts, group: (
+        padded_ids(ids, counts, group), padded_ids(ids[: min(counts[group])], counts, group))[1])),
     "padded with row 0": ("L10", _pads(lambda ids, counts, group: np.maximum(padded_ids(ids, counts, group), 0))),
     "tokens beyond the slot are cut": ("L10", _pads(
         lambda ids, counts, group: padded_ids(ids[: max(counts[group])], counts, group))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +136,17 @@ def _half_loaded_thp(self: Any, fill: Any, group: Any) -> None:
         self.buffer[-4096:] = 0
 
 
+def _left_open(table: Any) -> None:
+    os.ftruncate(os.memfd_create("planted-left"), table.nbytes)  # without a page: the table's own would stay full
+
+
+def _spread(nodes: Any, replica: int) -> int:
+    """As :func:`sharing_group`, wherever a replica's ranks are."""
+    replicas = [set(nodes[first : first + replica]) for first in range(0, len(nodes), replica)]
+    runs = [len(list(run)) for _, run in groupby(replicas)]
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1
+
+
 FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "peers hear no cause": ("S1 S3", _own_words(_storage())),
     "pinned is not checked": ("S2", _storage(pin=_unchecked)),
@@ -144,10 +156,14 @@ FAULTS: dict[str, tuple[str, ReferenceBackend]] = {
     "unregistered under a living view": ("S5", _storage(_deaf_to_views)),
     "unregistered twice": ("S5", _storage(_twice)),
     "never unregistered": ("S5", _storage(lambda table: setattr(table.registration, "_end", lambda: None))),
+    "unregistered with the table only": ("S5", _storage(_subclass(close=lambda _: None))),
+    "a descriptor is left open": ("S5", _storage(_left_open)),
     "load without a barrier": ("S6", _storage(_subclass(load=_no_barrier))),
     "only the first load has a barrier": ("S6", _storage(_subclass(load=_first_barrier_only))),
     "the table's memory can be replaced": ("S7", _storage(_replaceable)),
     "sharing is always accepted": ("S8", _launch(sharing=lambda **_: None)),
+    "sharing is never accepted": ("S8", _launch(sharing=lambda **_: 1 / 0)),
+    "replicas over two hosts share": ("S9", _launch(sharing_group=_spread)),
     "replicas share over hosts": ("S9", _launch(sharing_group=lambda nodes, replica: len(nodes) // replica)),
     "a fallback without a word": ("S10", _launch(may_share=lambda nbytes, *, shm, replicas: (
         nbytes < 1 << 50 and shm == "/dev/shm" and replicas > 1))),

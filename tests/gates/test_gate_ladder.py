@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pytest_engram import codec, gates
-from pytest_engram.model import Claim, Evidence, Problem, Status, SweepSample, Verdict, Workload
+from pytest_engram import codec, gates, metrics, stats
+from pytest_engram.model import Claim, Evidence, MetricRule, Problem, Status, SweepSample, Verdict, Workload
+from pytest_engram.queueing import queue_report
 
 PASSED_PRIOR = ("A1", "B1")
 
@@ -57,6 +58,16 @@ def test_no_sentence_without_all_five(lab):
     verdict = gates.evaluate(lab.evidence("B1", effects={"B": {"exposed_wait": -3.0}}, seed=12))
     assert (verdict.status, verdict.sentence) == (Status.INCONCLUSIVE, None)
     assert any("80 % power" in note for note in verdict.notes)
+
+
+def test_an_open_result_says_what_its_noise_would_find(lab):
+    """The noise is one run's, from A' against A, and the effect is the least that so many blocks find with it."""
+    evidence = lab.evidence("B1", effects={"B": {"exposed_wait": -3.0}}, noise=0.02, seed=12)
+    value = {(run.block, run.arm): metrics.value(run, "goodput") for run in evidence.runs}
+    noise = np.std([math.log(value[block, "A'"] / value[block, "A"]) for block in range(8)], ddof=1) / math.sqrt(2)
+    least = 100 * stats.detectable_effect(noise, 8)
+    said = f"goodput: noise {noise:.1%} per run; 8 blocks find +{least:.1f} % with 80 % power"
+    assert said in gates.evaluate(evidence).notes
 
 
 def test_the_word_is_never_used(lab, change):
@@ -140,7 +151,16 @@ def test_only_candidates_that_pass_are_named(lab):
     verdict = gates.evaluate(evidence)
     assert verdict.status is Status.PASS
     assert "good goodput" in verdict.sentence
+    assert "slow: goodput +" in verdict.gates[4].observed
     assert "slow" not in verdict.sentence
+
+
+def test_a_rung_that_only_reports_narrows_nothing(lab):
+    """A claim that characterises reports gate 3 for every treated cap, also for one that gate 2 did not see move."""
+    effects = {"moved": {"lookup": -0.3, "exposed_wait": -0.5, "main_compute": 0.3}, "still": {}}
+    arms = {"A": {"cap": None}, "moved": {"cap": 8}, "still": {"cap": 16}}
+    rungs = gates.evaluate(lab.evidence("B2", arms=arms, effects=effects, engine="cuda")).gates
+    assert [(rung.reason, rung.judged) for rung in rungs[2:4]] == [("moved-as-predicted", False), ("not-slowed", False)]
 
 
 def test_untreated_caps_drop_out(lab):
@@ -157,7 +177,8 @@ def test_caps_with_one_grid_are_merged(lab, change):
     arms = {"A": {"cap": 4}, "B8": {"cap": 96}, "B16": {"cap": 132}, "B33": {"cap": 33}}
     verdict = gates.evaluate(lab.evidence("B2", arms=arms, effects={}, engine="cuda"))
     assert verdict.gates[1].status is Status.PASS
-    assert "B16: no treatment, the same grid as B8" in verdict.notes
+    said = [note for note in verdict.notes if "no treatment" in note]
+    assert said == ["B16: no treatment, the same grid as B8"]
     assert {effect.arm for gate in verdict.gates for effect in gate.effects} == {"B8", "B33"}
 
 
@@ -182,6 +203,14 @@ def test_the_side_of_the_threshold_is_said_per_size(lab, change):
     gate = gates.evaluate(change(lab.evidence("more/B1-inline", effects={}), small)).gates[1]
     assert gate.status is Status.PASS
     assert gate.observed.startswith("A early, B at_consumption at 64 tokens, early at 16 tokens, in ")
+
+
+def test_a_lookup_of_no_time_is_no_contradiction(lab):
+    """A lookup shorter than the timer's tick reads 0 ns, which a serial queue can do; −1 ns it cannot."""
+    line = lab.evidence("B1").runs[0].overlap[0].timelines[0]
+    for ns, serial in ((0, True), (-1, False)):
+        marks = tuple(replace(mark, start=mark.done - ns) for mark in line.lookups)
+        assert queue_report(replace(line, lookups=marks)).serial is serial
 
 
 def test_two_streams_are_void_though_they_are_what_was_asked(lab):
@@ -252,6 +281,34 @@ def test_the_other_ranks_drift_too(lab, change, key, value):
     assert gates.evaluate(steady).status is Status.PASS
     late = change(steady, lambda run: replace(run, drift={**run.drift, key: value}), lambda run: run.block > 4)
     assert gates.evaluate(late).gates[2].reason in ("machine-drifted", "throttled")
+
+
+@pytest.mark.parametrize(
+    ("bits", "runs", "status"),
+    [*[(bit, 3, Status.INVALID) for bit in (0x08, 0x20, 0x40, 0x80)], (0x80, 2, Status.PASS), (0x04, 24, Status.PASS)],
+)
+def test_how_often_a_board_may_slow_down(lab, change, bits, runs, status):
+    """Heat or the board in 3 of 24 runs is too much, in 2 it is not; a power cap is no fault in any."""
+    hot = change(lab.evidence("B1"), lambda run: replace(
+        run, drift={**run.drift, "throttle_reasons": float(bits * (run.index < runs))}))  # fmt: skip
+    assert gates.evaluate(hot).status is status
+
+
+@pytest.mark.parametrize(("mhz", "status"), [(2620.0, Status.PASS), (2600.0, Status.INVALID)])
+def test_how_far_a_clock_may_fall(lab, change, mhz, status):
+    """From 3,000 MHz a clock may fall to one of which that is at most 115 %, and no further."""
+    late = change(lab.evidence("B1"), lambda run: replace(run, drift={"cpu_mhz": mhz}), lambda run: run.block > 4)
+    assert gates.evaluate(late).status is status
+
+
+def test_only_collectives_may_be_not_applicable(lab):
+    """Gate 3 excuses one rank from collectives; any other guard without a sample stays an absence."""
+    rules = (
+        MetricRule(metric="main_compute", direction="down", margin=0.05),
+        MetricRule(metric="goodput", direction="up"),
+    )
+    for asked, reason in ((rules[:1], "not-slowed"), (rules, "metric-absent")):
+        assert gates.evaluate(lab.evidence("more/B1-wait", effects={}, no_offset=asked)).gates[3].reason == reason
 
 
 def test_shared_heads_owe_their_collectives_time(lab, change):
@@ -349,6 +406,9 @@ def test_protocol_hash_covers_the_rules(lab, change_of):
     assert one != gates.protocol_hash(chosen, 2, {})
     assert one != gates.protocol_hash(chosen, 1, {"rows": 5})
     assert one == gates.protocol_hash(replace(chosen, why="because", source="elsewhere"), 1, {})
+    with pytest.raises(ValueError, match="Out of range"):
+        gates.protocol_hash(chosen, 1, {"rows": math.nan})
+    assert gates.protocol_hash(chosen, 1, {"a": 1, "b": 2}) == gates.protocol_hash(chosen, 1, {"b": 2, "a": 1})
 
 
 def test_drift_over_random_blocks_is_harmless(lab, change):

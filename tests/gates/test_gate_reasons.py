@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_engram import gates
+from pytest_engram.gates.correctness import explain
 from pytest_engram.model import (
     CorrectnessSample,
+    MetricRule,
     Moment,
     Problem,
     ScheduledRun,
@@ -125,6 +127,15 @@ def _no_hash_line(lab, change):
 
 
 @reason("cases-missing", 0)
+def _hash_lines_that_no_backend_supports(lab, change):
+    def unsupported(samples):
+        return tuple(replace(one, supported=one.supported and one.contract[0] != "H") for one in samples)
+
+    both = edits.with_cases("correctness_before", unsupported), edits.with_cases("correctness_after", unsupported)
+    return change(change(lab.evidence(), both[0]), both[1])
+
+
+@reason("cases-missing", 0)
 def _outputs_in_one_run_only(lab, change):
     outputs = CorrectnessSample(case="engine-outputs", contract="L11", passed=True)
     return change(
@@ -132,13 +143,22 @@ def _outputs_in_one_run_only(lab, change):
     )
 
 
-@reason("storage-not-checked", 0)
-def _no_storage_case(lab, change):
+def _placed_without(lab, change, contract):
     def less(samples):
-        return tuple(sample for sample in samples if sample.contract != "S6")
+        return tuple(sample for sample in samples if sample.contract != contract)
 
     drop = [edits.with_cases(name, less) for name in ("correctness_before", "correctness_after")]
     return change(change(_placed(lab), drop[0]), drop[1])
+
+
+@reason("storage-not-checked", 0)
+def _no_storage_case(lab, change):
+    return _placed_without(lab, change, "S6")
+
+
+@reason("storage-not-checked", 0)
+def _replay_not_even_asked_for(lab, change):
+    return _placed_without(lab, change, "P5")
 
 
 @reason("protocol-changed", 0)
@@ -245,13 +265,22 @@ def _half_covered(lab, change):
     )
 
 
-@reason("pages-unplaced", 1)
-def _not_resident(lab, change):
+def _lost(lab, change, lost):
     def lose(audit):
         (node, count), *_ = audit.pages.items()
-        return replace(audit, pages={node: count - 500}, unplaced={"ENOENT": 500})
+        return replace(audit, pages={node: count - lost}, unplaced={"ENOENT": lost})
 
     return change(_placed(lab), edits.with_audits(lose), _is_b)
+
+
+@reason("pages-unplaced", 1)
+def _eleven_of_ten_thousand_pages_not_resident(lab, change):
+    return _lost(lab, change, 11)
+
+
+@reason("treatment-delivered", 1)
+def _nine_of_ten_thousand_pages_not_resident(lab, change):
+    return _lost(lab, change, 9)
 
 
 @reason("not-as-asked", 1)
@@ -377,6 +406,24 @@ def _early_arm_submits_late(lab, change):
     return change(lab.evidence(), edits.with_marks(lambda mark: replace(mark, submit=mark.wait_before + 100)), _is_b)
 
 
+def _submitted_after_the_first_wait(lab, change, ns):
+    def late(run):
+        first = min(mark.wait_before for mark in run.overlap[0].timelines[0].lookups)
+        return edits.with_marks(lambda mark: replace(mark, submit=first + ns))(run)
+
+    return change(lab.evidence(), late, _is_b)
+
+
+@reason("treatment-delivered", 1)
+def _submitted_within_the_timers_resolution(lab, change):
+    return _submitted_after_the_first_wait(lab, change, 50)
+
+
+@reason("submission-not-as-asked", 1)
+def _submitted_beyond_the_timers_resolution(lab, change):
+    return _submitted_after_the_first_wait(lab, change, 51)
+
+
 @reason("submission-not-as-asked", 1)
 def _submitted_after_its_own_layer_began(lab, change):
     def begun(run):
@@ -432,7 +479,7 @@ def _stream_has_nothing_later_yet(lab, change):
 
 @reason("treatment-delivered", 1)
 def _stream_done_within_the_timers_resolution(lab, change):
-    sooner = edits.with_marks(lambda mark: replace(mark, wait_after=mark.wait_after - 30))
+    sooner = edits.with_marks(lambda mark: replace(mark, wait_after=mark.wait_after - 50))
     return change(lab.evidence("more/B1-wait", effects={}), sooner, _is_b)
 
 
@@ -440,6 +487,24 @@ def _stream_done_within_the_timers_resolution(lab, change):
 def _layer_arm_waits_for_the_stream(lab, change):
     last = edits.with_marks(lambda mark: replace(mark, wait_after=2_100_000))
     return change(lab.evidence("more/B1-wait", effects={}, noise=0.0), last, lambda run: run.arm != "B")
+
+
+def _one_step_ahead(lab, change, arms):
+    """The layer arm went on ahead of the stream in one marked step of all its runs."""
+    last = edits.with_marks(lambda mark: replace(mark, wait_after=2_100_000))
+    evidence = lab.evidence("more/B1-wait", arms=arms, effects={}, noise=0.0)
+    layer = next(arm for arm in "AB" if arms[arm]["wait"] == "layer")
+    return change(evidence, last, lambda run: (run.arm, run.block) != (layer, 3))
+
+
+@reason("treatment-delivered", 1)
+def _base_went_on_once(lab, change):
+    return _one_step_ahead(lab, change, {"A": {"wait": "layer"}, "B": {"wait": "stream"}})
+
+
+@reason("treatment-delivered", 1)
+def _candidate_went_on_once(lab, change):
+    return _one_step_ahead(lab, change, {"A": {"wait": "stream"}, "B": {"wait": "layer"}})
 
 
 @reason("no-timelines", 1)
@@ -590,6 +655,13 @@ def _readers_node_unknown(lab, change):
     return replace(_placed(lab), provenance={"topology": None})
 
 
+@reason("distance-unknown", 2)
+def _readers_cpu_is_on_no_node(lab, change):
+    machine = lab.topology()
+    bare = replace(machine, nodes=tuple(replace(node, cpus=()) for node in machine.nodes))
+    return replace(_placed(lab), provenance=lab.provenance(bare))
+
+
 @reason("no-predicted-change", 2)
 def _all_ranks_on_one_side_of_equal_nodes(lab, change):
     evidence = _placed(lab)
@@ -612,6 +684,13 @@ def _grown(metric_shift):
 def _twin_waits_longer(lab, change):
     longer = edits.with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
     return change(lab.evidence(), longer, lambda run: run.arm == "A'")
+
+
+@reason("aa-differs", 2)
+def _twin_waits_longer_in_all_of_six_blocks(lab, change):
+    """Six blocks cannot reach the level of 1 %: the least that they can reach, 1/32, is enough."""
+    longer = edits.with_marks(lambda mark: replace(mark, wait_before=mark.wait_before - 100_000))
+    return change(lab.evidence(blocks=6), longer, lambda run: run.arm == "A'")
 
 
 @reason("aa-differs", 3)
@@ -650,6 +729,13 @@ def _at_the_margin(lab, change):
 @reason("metric-absent", 2)
 def _no_mechanism_samples(lab, change):
     return change(lab.evidence("patch"), edits.without_marks, lambda run: run.block == 3)
+
+
+@reason("metric-absent", 2)
+def _lookups_start_before_they_are_ready(lab, change):
+    """Within the timer's resolution no contradiction, but a wait of less than nothing has no ratio."""
+    evidence = lab.evidence(mechanism=(MetricRule(metric="queueing", direction="down"),))
+    return change(evidence, edits.with_marks(lambda mark: replace(mark, hash_ready=mark.start + 20)))
 
 
 @reason("metric-absent", 3)
@@ -753,6 +839,13 @@ def test_messages_name_the_place(lab, change):
     observed = gates.evaluate(_wrong_row(lab, change)).gates[0].observed
     for word in ("run 9", "after", "L1 rows", "layer 14", "token 3", "head 7", "expected 0, seen 1"):
         assert word in observed
+    assert explain(CorrectnessSample(case="rows", contract="L1", passed=False, token=3)) == "L1 rows: token 3"
+
+
+def test_an_absent_metric_says_why_and_where(lab, change):
+    """The reason is that of the run which lacks the metric, not of the first one of its block."""
+    bare = change(lab.evidence("patch"), edits.without_marks, lambda run: (run.block, run.arm) == (3, "B"))
+    assert gates.evaluate(bare).gates[2].observed.endswith(": no marked step with a lookup (block 3)")
 
 
 def test_a_wrong_row_fails_though_it_cut_the_schedule_short(lab, change):
@@ -775,6 +868,15 @@ def test_a_problem_stands_in_for_its_run(lab, change, status):
     first = gates.evaluate(evidence).gates[0]
     assert (first.status, first.reason) == (status, "rank-died")
     assert first.next_step
+
+
+def test_the_worst_problem_speaks(lab):
+    """Of several problems the worst is the status, whatever their order; it names who and where, each once."""
+    absent = Problem(code="no-node", message="one node", status=Status.NOT_MEASURED)
+    void = Problem(code="rank-died", message="rank 1 was killed", who="rank 1", where="load", status=Status.INVALID)
+    for problems in ((absent, void), (void, absent)):
+        rung = gates.evaluate(replace(lab.evidence(), problems=problems)).gates[0]
+        assert (rung.status, rung.observed) == (Status.INVALID, "load: rank 1 was killed")
 
 
 def test_a_problem_can_never_pass(lab):
@@ -836,3 +938,15 @@ def test_one_failed_base_leaves_a_sentence(lab, change):
     evidence = lab.evidence(effects={"B": {"exposed_wait": -0.5}}, noise=0.02)
     verdict = gates.evaluate(change(evidence, none_good, lambda run: run.block == 2 and run.arm == "A"))
     assert verdict.gates[4].reason == "improvement-not-shown"
+
+
+@pytest.mark.parametrize("lost", ["problem", "no time"])
+def test_a_control_pair_without_a_reading_does_not_count(lab, lost):
+    """Of six pairs one with a problem, or with lookups of 0 ns, leaves five, which cannot show a difference."""
+    evidence = _placed(lab)
+    assert gates.evaluate(evidence).gates[2].status is Status.PASS
+    died = edits.edit(problems=(Problem(code="rank-died", message="it left", status=Status.INVALID),))
+    spoil = died if lost == "problem" else edits.with_marks(lambda mark: replace(mark, start=mark.done))
+    control = tuple(spoil(run) if run.index == 4 else run for run in evidence.control)
+    rung = gates.evaluate(replace(evidence, control=control)).gates[2]
+    assert (rung.reason, "5 pairs" in rung.observed) == ("control-without-difference", True)

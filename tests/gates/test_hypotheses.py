@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_engram import gates, hypotheses, recommendation, sweeps
-from pytest_engram.model import Status, SweepSample
+from pytest_engram.model import Span, Status, SweepSample
 
 CAPS = {"A": {"cap": None}, "B16": {"cap": 16}, "B96": {"cap": 96}, "B132": {"cap": 132}}
 AS_LONG = {"A": 4, "A'": 3}  # how many first blocks have lookups among peers that are no longer than alone
@@ -77,7 +77,20 @@ def test_prefetch_that_steals(lab, change, effects, slow, outcome):
     evidence = in_arm(change, evidence, "B", slow_layers) if slow else evidence
     found = asked(evidence, 4)
     assert found.outcome == outcome
+    assert found.lines[0].startswith("B1: submission early against submission at consumption: exposed_wait ")
     assert "main_compute" in found.lines[0]
+
+
+@pytest.mark.parametrize(("layer", "outcome"), [(6, "supported"), (7, "undecided")])
+def test_what_the_prefetch_delays_ends_with_its_last_layer(lab, change, layer, outcome):
+    """Hypothesis 4: of the layers that slow down the last Engram layer, 6, counts and the one behind it does not."""
+
+    def behind(run):
+        span = Span(name="compute", layer=layer, start=0, end=9000 if run.arm == "B" else 1000)
+        at = [replace(span, start=t.end, end=t.end + span.end) for one in run.overlap for t in one.timelines]
+        return over_timelines(run, lambda line: replace(line, spans=(*line.spans, *at)))
+
+    assert asked(change(lab.evidence("B1", effects={"B": {**STEAL, "step": 0.0}}), behind), 4).outcome == outcome
 
 
 def test_the_larger_grid_is_the_one_that_may_steal(lab, change):
@@ -87,6 +100,20 @@ def test_the_larger_grid_is_the_one_that_may_steal(lab, change):
     found = asked(change(evidence, lambda run: over_timelines(run, slow_layers), lambda run: run.arm != "B16"), 4)
     assert found.outcome == "supported"
     assert found.lines[0].startswith("B2: cap 66 (default) against cap 16: ")
+
+
+def test_caps_without_a_treatment_or_without_marks_steal_nothing(lab, change):
+    """Hypothesis 4: a cap that left the grid alone, and one with an unmarked run, are named and decide nothing."""
+    arms = {"A": {"cap": None}, "same": {"cap": 66}, "small": {"cap": 8}}
+
+    def unmarked(run):
+        return replace(run, overlap=tuple(replace(one, timelines=()) for one in run.overlap))
+
+    evidence = lab.evidence("B2", arms=arms, effects={})
+    found = asked(change(evidence, unmarked, lambda run: (run.arm, run.block) == ("small", 2)), 4)
+    assert found.outcome == "undecided"
+    assert all(": no treatment, or not every run has waits" in line for line in found.lines)
+    assert len(found.lines) == 2
 
 
 @pytest.mark.parametrize(("arms", "outcome"), [(("A", "B96"), "weakened"), (tuple(CAPS), "undecided")])
@@ -117,11 +144,12 @@ def test_lead_of_the_prefetch(lab, change, edit, outcome):
     found = asked(in_arm(change, lab.evidence("B1"), "B", edit), 3)
     assert found.outcome == outcome
     assert "n = 8 runs" in found.lines[0]
+    assert ("could be submitted 30.1 µs earlier" in found.lines[0]) == (outcome == "supported")
 
 
-@pytest.mark.parametrize(("steps", "outcome"), [(4, "undecided"), (11, "weakened")])
+@pytest.mark.parametrize(("steps", "outcome"), [(4, "undecided"), (9, "undecided"), (10, "weakened")])
 def test_a_lookup_that_is_late_now_and_then(lab, change, steps, outcome):
-    """Hypothesis 3: one late step in four is neither often nor rare, one in eleven is rare."""
+    """Hypothesis 3: one late step in four, or in nine, is neither often nor rare, one in ten is rare."""
 
     def mixed(run):
         overlap = [replace(one, timelines=(one.timelines[0], *map(ahead(0), one.timelines[1:]))) for one in run.overlap]
@@ -168,6 +196,17 @@ def test_contention_of_peers(lab, change, longer, outcome, word):
     assert (found.outcome, word in found.lines[0]) == (outcome, True)
 
 
+def test_one_peer_alone_is_no_contention(lab, change):
+    """Hypothesis 2: lookups of one rank alone, beside no others of their size, weaken nothing."""
+
+    def alone(run):
+        swept = peers(1.0)(run).sweep
+        return replace(run, sweep=tuple(one for one in swept if one.peers == 1))
+
+    found = asked(change(lab.evidence("B1", ranks=2), alone), 2)
+    assert (found.outcome, "one peer alone was not measured" in found.lines[0]) == ("undecided", True)
+
+
 def test_every_further_size_asks_for_more(lab, change):
     """Hypothesis 2: 9 of 16 runs (p ≈ 0.02) decide for one size at 2.5 %, and for neither of two."""
 
@@ -178,6 +217,12 @@ def test_every_further_size_asks_for_more(lab, change):
     assert asked(one, 2).outcome == "supported"
     two = change(one, add(tokens=1024, alone=500_000, size=5_000_000), lambda run: run.arm != "B")
     assert asked(two, 2).outcome == "undecided"
+
+
+def test_a_run_without_its_sweep_is_left_out(lab, change):
+    """Hypothesis 2: runs are paired with themselves, and the line says how many there are."""
+    found = asked(change(lab.evidence("B1", ranks=2), peers(1.4), lambda run: (run.block, run.arm) != (3, "A")), 2)
+    assert (found.outcome, "n = 15 runs" in found.lines[0]) == ("supported", True)
 
 
 def test_a_cell_needs_bytes_and_every_rank(lab):
@@ -205,16 +250,18 @@ def test_sizes_that_disagree_decide_nothing(lab, change):
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "traffic", "outcome"),
+    ("by_rank", "traffic", "main", "outcome"),
     [
-        ({0: 0.3, 1: -0.3}, {"": 2.0, "rank1.": 0.4}, "supported"),
-        ({0: 0.0, 1: 0.0}, {"": 2.0, "rank1.": 0.4}, "weakened"),
-        ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 0.4}, "supported"),  # by rank 1's own counter
-        ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 1.0}, "undecided"),
-        ({0: 0.3, 1: -0.3}, {}, "undecided"),
+        ({0: 0.3, 1: -0.3}, {"": 2.0, "rank1.": 0.4}, 0.0, "supported"),
+        ({0: 0.3, 1: -0.3}, {"": 2.0, "rank1.": 0.4}, 0.04, "supported"),
+        ({0: 0.3, 1: -0.3}, {"": 2.0, "rank1.": 0.4}, 0.06, "undecided"),  # main compute moved, too
+        ({0: 0.0, 1: 0.0}, {"": 2.0, "rank1.": 0.4}, 0.0, "weakened"),
+        ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 0.4}, 0.0, "supported"),  # by rank 1's own counter
+        ({0: 0.3, 1: -0.3}, {"": 1.0, "rank1.": 1.0}, 0.0, "undecided"),
+        ({0: 0.3, 1: -0.3}, {}, 0.0, "undecided"),
     ],
 )
-def test_remote_placement(lab, change, by_rank, traffic, outcome):
+def test_remote_placement(lab, change, by_rank, traffic, main, outcome):
     """Hypothesis 1: lookups and cross-socket traffic must move with the pages; without a counter nothing follows."""
 
     def count(run):
@@ -223,9 +270,17 @@ def test_remote_placement(lab, change, by_rank, traffic, outcome):
             run, drift={**run.drift, **found}, drift_absent={} if found else {"cross_socket": "no permission"}
         )
 
-    found = asked(change(lab.evidence("A1", effects={}, by_rank={"B": by_rank}), count), 1)
+    evidence = lab.evidence("A1", effects={"B": {"main_compute": main}}, by_rank={"B": by_rank})
+    found = asked(change(evidence, count), 1)
     assert found.outcome == outcome
     assert ("no permission" in found.lines[0]) == (not traffic)
+
+
+def test_unknown_distances_predict_nothing(lab):
+    """Hypothesis 1: where no distance is known, each rank is named with what is missing."""
+    found = asked(replace(lab.evidence("A1", effects={"B": {}}), provenance={}), 1)
+    assert [line.split(",")[0] for line in found.lines] == [f"A1: B: rank {n} at an unknown distance" for n in (0, 1)]
+    assert all("nothing is predicted" in line for line in found.lines)
 
 
 @pytest.mark.parametrize("number", [3, 4])

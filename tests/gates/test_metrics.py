@@ -99,6 +99,12 @@ def test_rejections_count_every_request_that_did_not_end_well(run):
     assert metrics.value(replace(run, serving=(replace(sample, requests=requests),)), "rejection_rate") == 0.15
 
 
+def test_a_load_of_no_duration_has_no_rate(run):
+    """Requests over 0 s are no load: absent with a reason."""
+    reading = metrics.measure(replace(run, serving=(replace(run.serving[0], duration_s=0.0),)), "goodput")
+    assert reading == metrics.Reading(None, "no open-loop load was served")
+
+
 def test_unknown_metric_is_an_error(run):
     """A name that the table does not have is never read as absent."""
     with pytest.raises(KeyError):

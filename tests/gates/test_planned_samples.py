@@ -28,6 +28,10 @@ def _loaded(make):
     return lambda run: replace(run, serving=tuple(map(make, run.serving)))
 
 
+def _every_other_backwards(run):
+    return run if run.index % 2 else _loaded(lambda load: replace(load, requests=load.requests[::-1]))(run)
+
+
 def _first_twice(load):
     return replace(load, requests=(load.requests[0], *load.requests[:-1]))
 
@@ -53,9 +57,11 @@ UNPLANNED = {
     "more distinct than read": edits.sampled("overlap", distinct_bytes=811_009),
     "distinct in one run": edits.sampled("overlap", distinct_bytes=811_008),
     "timer of 0 ns": edits.sampled("overlap", resolution_ns=0),
-    "timer of 1 s": edits.sampled("overlap", resolution_ns=10**9),
+    "timer coarser than 1 ms": edits.sampled("overlap", resolution_ns=10**6 + 1),
     "sweep without rank 1": edits.edit(sweep=(replace(POINT, peers=2),)),
     "sweep without bytes": edits.edit(sweep=(replace(POINT, source_bytes=0),)),
+    "sweep without bytes of rank 1": edits.edit(sweep=(
+        replace(POINT, peers=2), replace(POINT, peers=2, rank=1, source_bytes=0))),
     "fewer requests": _loaded(lambda load: replace(load, requests=load.requests[:100])),
     "one request twice": _loaded(_first_twice),
     "wider limits": _loaded(lambda load: replace(load, slo=Slo(ttft_ms=1e9, itl_ms=1e9))),
@@ -83,3 +89,29 @@ def test_samples_are_those_that_were_planned(lab, change, broken):
     rung = gates.evaluate(change(evidence, broken, lambda run: run.index == 7)).gates[1]
     assert (rung.reason, rung.status) == ("samples-not-as-planned", Status.INVALID)
     assert "run 7" in rung.observed
+
+
+ALIKE = ("no bytes", "nothing distinct", "more distinct than read", "fewer requests", "one request twice")
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_wrong_in_every_run_is_wrong(lab, change, name):
+    """What cannot be is found though no run differs from the first."""
+    rung = gates.evaluate(change(lab.evidence(), UNPLANNED[name])).gates[1]
+    assert (rung.reason, "the first run" in rung.observed) == ("samples-not-as-planned", False)
+
+
+EDGES = {
+    "the finest timer": edits.sampled("overlap", resolution_ns=1),
+    "every byte distinct": edits.sampled("overlap", distinct_bytes=811_008),
+    "one distinct byte": edits.sampled("overlap", distinct_bytes=1),
+    "a first token at once": edits.with_requests(lambda one: replace(one, ttft_ms=0.0)),
+    "requests in another order": _every_other_backwards,
+    "as long as its arrivals": _loaded(lambda load: replace(load, duration_s=0.119)),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
+def test_samples_at_the_edge_are_samples(lab, change, edge):
+    """The last value that is possible passes gate 1 in every run; what lies beyond it does not (see above)."""
+    assert gates.evaluate(change(lab.evidence(), edge)).gates[1].status is Status.PASS

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
+from pytest_engram.cases.storage import _Cudart
 from pytest_engram.checks import CASES, check, check_engine, compact_cases, explain
 from pytest_engram.engines.protocol import StepResult, StepSettings
 from pytest_engram.errors import NotMeasurable
@@ -258,3 +259,14 @@ def test_a_last_bit_is_no_other_output() -> None:
     engine = Engine()
     engine.spoil = lambda batch, states: states * (1 + len(batch.token_ids) * 4e-3)
     assert _checked(engine)["engine-outputs"].passed
+
+
+def test_the_played_cuda_knows_registered_memory_only() -> None:
+    """S2: asking CUDA about any other byte, or about none, does not pass for asking about the table's."""
+    table, played = np.zeros(8192, np.uint8), _Cudart()
+    assert not played.pinned(table[:1])
+    played.register(table.ctypes.data, table.nbytes)
+    assert played.pinned(table[:1])
+    assert played.pinned(table[-1:])
+    assert not played.pinned(table[8:8])
+    assert not played.pinned(np.zeros(1 << 26, np.uint8)[:1])
