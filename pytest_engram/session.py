@@ -112,7 +112,8 @@ class Session:
         budget, needed = parse_duration(self.option("--engram-time-budget")), planning.minimum_seconds(plan)
         if budget is not None and needed > budget:
             seen = f"needs at least {needed:.0f} s by its own schedule, --engram-time-budget allows {budget:.0f} s"
-            raise NotMeasurable(seen, code="over-time-budget", who=plan.experiment.id)
+            way = "raise the budget; fewer blocks decide less"
+            raise NotMeasurable(seen, code="over-time-budget", who=plan.experiment.id, way_out=way)
 
     def verdicts(self) -> list[Verdict]:
         """In the order in which they were reached."""
@@ -183,5 +184,5 @@ def parse_duration(text: str | None) -> float | None:
     match = re.fullmatch(r"(\d+\.?\d*)([smh]?)", text or "")
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if text is not None and not seconds:
-        raise UsageError(repr(text), code="bad-duration", where="--engram-time-budget", expected="such as 90s or 10m")
+        raise UsageError(repr(text), code="bad-duration", where="--engram-time-budget", expected="a time: 90s or 10m")
     return seconds or None

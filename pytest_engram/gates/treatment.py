@@ -160,16 +160,15 @@ def _overlapping(line: Timeline) -> bool:
 def _replayed(case: Case) -> Iterator[Finding]:
     """Each run's own count of replayed steps: none without graphs, some with them; an engine without them has none."""
     for run in case.runs.values():
-        replays, asked = run.drift.get("graph_replays", 0.0), settings(case.experiment, run.arm)["graph"]
-        if (replays > 0) != asked:
-            seen = f"arm {run.arm}, run {run.index}: {replays:.0f} replayed steps"
-            yield Finding("graph-not-as-asked", seen, f"graph {asked}".lower())
+        replays, asked = run.drift.get("graph_replays"), settings(case.experiment, run.arm)["graph"]
+        if ((replays or 0) > 0) != asked or (replays is None and case.experiment.variable == "graph"):
+            seen = "no count of replays" if replays is None else f"{replays:.0f} replayed steps"
+            yield Finding("graph-not-as-asked", f"arm {run.arm}, run {run.index}: {seen}", f"graph {asked}".lower())
 
 
 def _graph(case: Case) -> Iterator[Finding]:
-    seen = ", ".join(
-        f"{arm} {sum(run.drift.get('graph_replays', 0.0) for run in case.of(arm)):.0f}" for arm in case.arms
-    )
+    counts = {arm: sum(run.drift.get("graph_replays", 0) for run in case.of(arm)) for arm in case.arms}
+    seen = ", ".join(f"{arm} {count:.0f}" for arm, count in counts.items())
     yield Finding("treatment-delivered", f"replayed steps: {seen}", "some with graphs, none without", case.candidates)
 
 

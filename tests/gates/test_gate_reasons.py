@@ -529,6 +529,13 @@ def _replays_not_counted(lab, change):
     return change(lab.evidence("cuda/B1-graph", effects={}, engine="cuda"), edits.edit(drift={}), _is_b)
 
 
+@reason("graph-not-as-asked", 1)
+def _eager_steps_not_counted(lab, change):
+    return change(
+        lab.evidence("cuda/B1-graph", effects={}, engine="cuda"), edits.edit(drift={}), lambda r: r.arm == "A"
+    )
+
+
 @reason("not-a-serial-queue", 2)
 def _two_streams(lab, change):
     return lab.evidence("more/B1-streams", effects={})
