@@ -118,9 +118,9 @@ def _size() -> int:
 
 def _files(where: str = _SHM) -> int:
     count = 0
-    with suppress(FileNotFoundError):  # no /dev/shm, or another program's file went meanwhile
-        for entry in os.scandir(where):
-            count += entry.stat().st_size == _size()
+    for path in Path(where).glob("*"):  # a list of names, where there is none, too
+        with suppress(FileNotFoundError):  # another program's file went meanwhile
+            count += path.stat().st_size == _size()
     return count
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from pytest_engram.backends.protocol import Launch, TableShard
 from pytest_engram.backends.reference import ReferenceBackend, ReferenceHasher
+from pytest_engram.cases import storage
 from pytest_engram.cases.storage import _Cudart
 from pytest_engram.checks import CASES, check, check_engine, compact_cases, explain
 from pytest_engram.engines.protocol import StepResult, StepSettings
@@ -270,3 +272,12 @@ def test_the_played_cuda_knows_registered_memory_only() -> None:
     assert played.pinned(table[-1:])
     assert not played.pinned(table[8:8])
     assert not played.pinned(np.zeros(1 << 26, np.uint8)[:1])
+
+
+def test_counting_files_survives_those_that_go(tmp_path: Path) -> None:
+    """A name whose file went between listing and looking hides neither the others nor leaves a folder open."""
+    for name in "bd":
+        (tmp_path / name).write_bytes(bytes(storage._size()))
+    (tmp_path / "a").symlink_to("gone")
+    (tmp_path / "c").symlink_to("gone")
+    assert (storage._files(str(tmp_path)), storage._files(str(tmp_path / "none"))) == (2, 0)
