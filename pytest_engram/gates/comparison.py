@@ -85,8 +85,11 @@ class Comparison:
 
     def words(self, *, arm: bool) -> str:
         """``B: lookup −3.1 %``."""
-        size = percent(self._shown(stats.estimate(self.effects)), "undefined", " pp" if self.additive else " %")
-        return f"{self.arm + ': ' if arm else ''}{self.rule.metric} {size}"
+        return f"{self.arm + ': ' if arm else ''}{self.rule.metric} {self.size(self.effects)}"
+
+    def size(self, effects: Sequence[float], digits: int = 1) -> str:
+        """Their Hodges–Lehmann estimate for a person."""
+        return percent(self._shown(stats.estimate(effects)), "undefined", " pp" if self.additive else " %", digits)
 
 
 class Case:
@@ -204,10 +207,11 @@ def unusable(found: Sequence[Comparison], level: float) -> Iterator[Finding]:
     if not found or any(one.absent for one in found):
         seen = next((f"{one.rule.metric}: {one.absent}" for one in found if one.absent), "no applicable metric")
         yield Finding("metric-absent", seen, "in every run of every complete block")
-    for metric, aa in {one.rule.metric: one.aa for one in found}.items():
-        p_value, reachable = stats.two_sided(aa), max(level, 2.0 ** (1 - len(aa)))
+    for metric, one in {one.rule.metric: one for one in found}.items():
+        p_value, reachable = stats.two_sided(one.aa), max(level, 2.0 ** (1 - len(one.aa)))
         if p_value <= reachable:
-            yield Finding("aa-differs", f"{metric}: A' differs from A, p = {p_value:.3g}", f"p > {reachable:.3g}")
+            seen = f"{metric}: A' differs from A by {one.size(one.aa, 2)}"
+            yield Finding("aa-differs", f"{seen}, p = {p_value:.3g}", f"p > {reachable:.3g}")
 
 
 def interval(effect: Effect) -> str:
@@ -215,6 +219,6 @@ def interval(effect: Effect) -> str:
     return f"[{percent(effect.low, '−∞', '')}, {percent(effect.high, '+∞', '')}]"
 
 
-def percent(ratio: float | None, otherwise: str = "", unit: str = " %") -> str:
+def percent(ratio: float | None, otherwise: str = "", unit: str = " %", digits: int = 1) -> str:
     """``+19.8 %``, with the true minus sign; ``otherwise`` for None."""
-    return otherwise if ratio is None else f"{100 * ratio:+.1f}{unit}".replace("-", "−")
+    return otherwise if ratio is None else f"{100 * ratio:+.{digits}f}{unit}".replace("-", "−")

@@ -93,8 +93,7 @@ def end_to_end(case: Case) -> Iterator[Finding]:
     gains = case.compare_all(case.experiment.end_to_end, case.treated)
     guards = case.compare_all(case.experiment.guards, case.treated, harm=True)
     yield from unusable([*gains, *guards], case.experiment.aa_level)
-    empty = sum(one.empty_blocks for one in gains)
-    if empty:
+    if empty := sum(one.empty_blocks for one in gains):
         yield Finding("no-successful-requests", f"{empty} blocks without one", "none empty")
     improved, kept = within(gains), within(guards)
     better = all_shown(improved, case.left)
@@ -118,6 +117,5 @@ def _stopped(case: Case) -> Iterator[Finding]:
         seen = ", ".join(f"{name} {found.value if found else 'not measured'}" for name, found in unmet.items())
         yield Finding("requires-unmet", seen, "PASS")
     for run in case.runs.values():
-        count = sum(request.status == "failed" for sample in run.serving for request in sample.requests)
-        if count:
+        if count := sum(request.status == "failed" for sample in run.serving for request in sample.requests):
             yield Finding("failed-requests", f"{count} in arm {run.arm}, run {run.index}", "none")

@@ -88,5 +88,5 @@ def test_a_step_that_differs_from_itself_forbids_it(lab, change):
     evidence = change(lab.evidence("B2", arms=ARMS, effects=GOOD), longer, lambda run: run.arm == "A'")
     verdict = gates.evaluate(evidence)
     assert verdict.status is Status.PASS
-    assert advised(evidence).startswith("no recommendation: aa-differs: step: A' differs from A")
+    assert advised(evidence).startswith("no recommendation: aa-differs: step: A' differs from A by +10.00 %, p = ")
     assert "aa-differs" in hypotheses.adjudicate([evidence], [verdict])[3].lines[0]

@@ -2,10 +2,11 @@
 
 First two ranks on one GPU build, load and audit one table per backing, look up random rows bit by bit and compare the
 contents over all backings; every way to open cuMem memory of another process is tried (``cumem_sharing``).  Then
-bring-up, alternating: how engines do it today (one thread writes one byte per page) against this package's way, and a
-sweep over its threads and chunks.  JSON lines go to DIR/backings_on_gpu.jsonl, a short table comes last.  Exit 1 if a
-check failed.  What cannot be had here is NOT_MEASURED with its reason.  ``--reserve-hugetlb`` (root) reserves 2 MiB
-pages for the largest table, whose own time is told apart, and gives them back.  ``--cpu`` is the dry run without a GPU.
+bring-up, alternating: how engines do it today (one thread writes one byte per page) against this package's way
+(``populate_sweep.py`` has its threads and chunks).  JSON lines go to DIR/backings_on_gpu.jsonl, a short table comes
+last.  Exit 1 if a check failed.  What cannot be had here is NOT_MEASURED with its reason.  ``--reserve-hugetlb``
+(root) reserves 2 MiB pages for the largest table, whose own time is told apart, and gives them back.  ``--cpu`` is the
+dry run without a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -264,25 +264,6 @@ def alternate(
     return rates
 
 
-def sweep(nbytes: int, write: Callable[..., None]) -> list[str]:
-    """GiB/s of making a fresh tmpfs object resident, by threads and bytes per call."""
-    own, rates = populate.CHUNK_BYTES, dict[tuple[int, int], float]()
-    counts = {2, 4, 6, 8, 12, 16} & {*range(len(os.sched_getaffinity(0)) + 1)}
-    for threads, mib in product(sorted(counts), (2, 8, 64)):
-        backing = BACKINGS["tmpfs"](nbytes)
-        backing.create()
-        backing.map()
-        populate.CHUNK_BYTES = mib << 20
-        begin = time.perf_counter()
-        populate.populate(backing, lambda *_: None, write=True, threads=threads)
-        rates[threads, mib] = backing.nbytes / GIB / (time.perf_counter() - begin)
-        backing.close()
-        write(sweep="tmpfs", threads=threads, chunk_mib=mib, gib_s=rates[threads, mib])
-    populate.CHUNK_BYTES = own
-    best = sorted(rates.items(), key=lambda item: -item[1])[:5]
-    return [f"sweep {threads} threads, {mib} MiB: {rate:.2f} GiB/s" for (threads, mib), rate in best]
-
-
 def main() -> int:
     """All parts."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -322,7 +303,6 @@ def main() -> int:
         for name, seen in rates.items():
             ratio = statistics.median(seen) / statistics.median(rates.get(STOCK, seen))
             short.append(f"{name:24} {statistics.median(seen):6.2f} GiB/s  {ratio:5.1f} x stock  of {len(seen)} rounds")
-        short += sweep(int(min(options.gib, 2.0) * GIB), write)
         write(total_s=time.monotonic() - begin, same_contents=len(digests) == 1)
     print("\n".join(short))
     print(f"{time.monotonic() - begin:.0f} s")

@@ -56,14 +56,16 @@ def overlap(seconds: float, name: str, *more: str) -> Job:
     return Job(seconds, gates(f"cuda/{name}", "--engram-engine cuda", *more), small)
 
 
-SIXES = {"B1-huge": 160, "B1-graph": 100, "B1-inline": 95, "B1-repeated": 95, "B1-wait": 80, "B1-streams": 80}
+SIXES = {"B1-graph": 100, "B1-inline": 95, "B1-repeated": 95, "B1-wait": 80, "B1-streams": 80}
 JOBS: dict[str, Job] = {
     "on_gpu": Job(80, "tests/gpu/on_gpu.py --out {out} --gib 8 --repeats 10 --peer-kernel vllm@0.31.0"),
     "backings": Job(125, "tests/gpu/backings_on_gpu.py --out {out} --reserve-hugetlb",
                     "tests/gpu/backings_on_gpu.py --out {out} --cpu --gib 0.01 --shared-gib 0.005"),
     "conformance": Job(40, "-m pytest_engram.cli conformance --engine cuda vllm@0.31.0 vllm@0.33.0 reference",
                        "-m pytest_engram.cli conformance reference"),
-    "B2-huge": overlap(230, "B2-huge"),
+    "populate": Job(60, "tests/gpu/populate_sweep.py --out {out} --gib 2 --rounds 5",
+                    "tests/gpu/populate_sweep.py --out {out} --gib 0.02 --rounds 2"),
+    "B1-huge": overlap(140, "B1-huge"), "B2-huge": overlap(230, "B2-huge"),
     **{name: overlap(seconds, name, SIX) for name, seconds in SIXES.items()},
     "grow": Job(45, f"-c {shlex.quote(GROW)} {LARGE_GIB + 16}", f"-c {shlex.quote(GROW)} 0"),
     "B1-large": overlap(340, "B1", SIX, f"--engram-rows {(LARGE_GIB << 30) // 528}"),
