@@ -96,7 +96,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     from pytest_engram.report import trace
     from pytest_engram.report.records import read_results
-    from pytest_engram.report.results import gate_files
+    from pytest_engram.report.results import gate_results
     from pytest_engram.session import load_experiments, parse_requirements
 
     judging = arguments.write_trace or arguments.require or arguments.baseline or arguments.markdown
@@ -104,13 +104,14 @@ def _gate(arguments: argparse.Namespace) -> int:
         raise UsageError("nothing to judge", code="no-results", expected="result files, or --trace FILE")
     if arguments.trace:
         print("\n".join(trace.report(arguments.trace, arguments.names)))
-    if arguments.write_trace:
-        print(trace.write(arguments.write_trace, arguments.files))
     if not arguments.files:
         return 0
-    judged = {one.experiment for one in read_results(arguments.files)} if arguments.require else ()
-    require = parse_requirements(arguments.require, [*dict.fromkeys((*load_experiments(), *judged))])
-    _, code, lines = gate_files(arguments.files, arguments.baseline, require, markdown=arguments.markdown)
+    found = read_results(arguments.files)
+    if arguments.write_trace:
+        print(trace.write(arguments.write_trace, found))
+    known = dict.fromkeys((*load_experiments(), *(one.experiment for one in found)))
+    require = parse_requirements(arguments.require, known)
+    _, code, lines = gate_results(found, arguments.baseline, require, markdown=arguments.markdown)
     print("\n".join(lines))
     return code
 
@@ -137,10 +138,9 @@ def _experiments(arguments: argparse.Namespace) -> int:
     from pytest_engram.session import load_experiments
 
     for known in load_experiments(arguments.paths).values():
-        arms = ", ".join(f"{arm}: {settings}" for arm, settings in known.arms.items())
         print(f"{known.id:6} {known.claim.value:13} {known.variable:10} {known.title}")
         if arguments.action == "list":
-            print(f"       {arms}")
+            print("       " + ", ".join(f"{arm}: {settings}" for arm, settings in known.arms.items()))
     return 0
 
 

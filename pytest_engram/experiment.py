@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from pytest_engram.errors import UsageError
-from pytest_engram.experiment_rules import Where, faults
+from pytest_engram.experiment_rules import Where, faults, in_order
 from pytest_engram.model import Claim, Experiment
 
 _FLOAT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -71,6 +71,7 @@ def load_all(paths: Path | Iterable[Path]) -> dict[str, Experiment]:
     if not loaded:
         where = ", ".join(map(str, given))
         raise UsageError("no experiment", code="bad-experiment", where=where, expected="one YAML file per experiment")
+    in_order(loaded.values())
     return loaded
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
+from pytest_engram.errors import UsageError
 from pytest_engram.metrics import METRICS
 from pytest_engram.model import Claim, Experiment, MetricRule
 from pytest_engram.policies import BACKING_NAMES, POLICIES
@@ -29,9 +31,8 @@ def _among(*words: str) -> Bound:
     return words.__contains__, f"one of: {', '.join(words)}"
 
 
-def _from(least: float, most: float = math.inf, why: str = "") -> Bound:
-    upper = f" and at most {most}" if most < math.inf else ""
-    return lambda value: least <= value <= most, f"at least {least}{upper}{why}"
+def _from(least: float, most: float, why: str = "") -> Bound:
+    return lambda value: least <= value <= most, f"at least {least} and at most {most}{why}"
 
 
 def _policy(value: Any) -> bool:
@@ -108,6 +109,21 @@ def places(experiment: Experiment) -> bool:
     """Whether the arms differ in where pages lie: by their policies, or by backends that place their own tables."""
     own = settings(experiment, BASE)["placement_by"] == "engine"
     return experiment.variable == "policy" or (experiment.variable == "backend" and own)
+
+
+def in_order(experiments: Iterable[Experiment]) -> list[str]:
+    """Every id behind those that it requires; raises ``UsageError`` (``bad-experiment``) where some require each other.
+
+    Several experiments of one id, of several results, count as one that requires what any of them does.
+    """
+    needs: dict[str, tuple[str, ...]] = {}
+    for one in experiments:
+        needs[one.id] = (*needs.get(one.id, ()), *one.requires)
+    try:
+        return [*TopologicalSorter(needs).static_order()]
+    except CycleError as error:
+        seen = f"required by each other: {', '.join(error.args[1][1:])}"
+        raise UsageError(seen, code="bad-experiment", where="requires", expected="no circle of experiments") from None
 
 
 def faults(experiment: Experiment) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ from typing import Any
 from pytest_engram import metrics, planning, runner, session, stats
 from pytest_engram.engines.tables import table_bytes
 from pytest_engram.errors import NotMeasurable
+from pytest_engram.experiment_rules import RULE_LISTS
 from pytest_engram.model import Evidence, Plan
 
 GIB = 1 << 30
@@ -51,18 +52,12 @@ def _resolution(plan: Plan, pilot: Evidence) -> Iterator[str]:
     seconds = sum(run.seconds for run in runs) / len(runs) + plan.experiment.cooldown_s
     minutes = seconds * len(plan.schedule) / 60
     yield f"    pilot      {len(runs)} runs of arm A, {seconds:.1f} s each: about {minutes:.1f} min"
-    one = plan.experiment
-    rules = (*one.mechanism, *one.no_offset, *one.end_to_end, *one.guards)
+    rules = [rule for name in RULE_LISTS for rule in getattr(plan.experiment, name)]
     for metric in dict.fromkeys(rule.metric for rule in rules):
-        noise = noise_of([metrics.value(run, metric) for run in runs])
-        if noise is None:
+        known = [value for run in runs if (value := metrics.value(run, metric) or 0.0) > 0]
+        if len(known) < len(runs):
             yield f"    {metric:18} no estimate: absent or zero in the pilot"
             continue
+        noise = statistics.stdev(map(math.log, known))
         effect = stats.detectable_effect(noise, plan.experiment.blocks)
         yield f"    {metric:18} noise {noise:6.2%} per run: detects {effect:+.1%} with {plan.experiment.blocks} blocks"
-
-
-def noise_of(values: list[float | None]) -> float | None:
-    """Standard deviation of the logarithm, per run; None where a value is absent or not positive, or fewer than 4."""
-    known = [value for value in values if value is not None and value > 0]
-    return statistics.stdev(map(math.log, known)) if len(known) >= max(4, len(values)) else None

@@ -29,9 +29,10 @@ from statistics import fmean, median
 from pytest_engram import metrics, stats
 from pytest_engram.experiment_rules import places, settings
 from pytest_engram.gates.comparison import Case, marked_steps, percent
-from pytest_engram.gates.placement import prediction
+from pytest_engram.gates.placement import WAYS, prediction
+from pytest_engram.gates.treatment import submission_of
 from pytest_engram.model import Adjudication, Evidence, LookupMark, RunRecord, Timeline, Verdict
-from pytest_engram.sweeps import Cell, cells, named, rate, unfit
+from pytest_engram.sweeps import Cell, Judged, cells, named, rate
 
 MOVED = 0.05  # a lookup time or a counter that changes by less has barely moved
 LAUNCH_BOUND = 2.0
@@ -39,7 +40,6 @@ LAUNCH_NS = 20_000  # what a launch may cost
 MOST, RARE = 0.5, 0.1  # shares of marked steps
 STEADY = 0.02  # main compute's margin where the experiment declares none
 GAINLESS = 0.02
-_WAYS = {"down": "nearer", "up": "farther", None: "at an unknown distance"}
 CROSS_SOCKET = "cross_socket"  # begins the keys of ``RunRecord.drift`` that count traffic between sockets
 
 Opinion = tuple[str, str]  # outcome, evidence line
@@ -79,14 +79,15 @@ class Shift:
 
 def adjudicate(evidences: Sequence[Evidence], verdicts: Sequence[Verdict]) -> tuple[Adjudication, ...]:
     """One outcome per hypothesis over all evidence; ``verdicts`` are those that the evidence gave."""
-    cases = [(Case(evidence), verdict) for verdict, evidence in pairs(verdicts, evidences) if evidence is not None]
+    cases = [Judged(evidence, verdict) for verdict, evidence in pairs(verdicts, evidences) if evidence is not None]
     found = []
     for number, (statement, missing, applies, last, rule) in enumerate(_RULES, 1):
         opinions = [
             (outcome, f"{case.experiment.id}: {line}")
-            for case, verdict in cases
+            for case in cases
             if applies(case)
-            for outcome, line in (_refused(case, verdict, last) or rule(case))
+            for fault in [case.unfit(last)]
+            for outcome, line in ([("undecided", fault)] if fault else rule(case))
         ]
         opinions.sort(key=lambda opinion: opinion[0] == "undecided")  # what decides stands first
         outcomes = {outcome for outcome, _ in opinions} - {"undecided"}
@@ -108,22 +109,17 @@ def pairs(verdicts: Sequence[Verdict], evidences: Sequence[Evidence]) -> Iterato
         yield verdict, mine
 
 
-def _refused(case: Case, verdict: Verdict, last: int) -> list[Opinion]:
-    fault = unfit(case, verdict, last)
-    return [("undecided", fault)] if fault else []
-
-
-def _shift(case: Case, arm: str, name: str, *, sign: int = 1, read: Reader | None = None) -> Shift | None:
-    """The effect of ``arm`` against A (``sign`` −1: of A against it); None if a run of a complete block lacks it."""
+def _shift(case: Case, arm: str, name: str, *, sign: int = 1, read: Reader | None = None) -> Shift:
+    """The effect of ``arm`` against A (``sign`` −1: of A against it); empty if a run of a complete block lacks it."""
     effects, alpha = [], case.experiment.alpha / len(case.candidates)
     for block in case.blocks:
         runs = [case.runs[block, one] for one in (*case.arms[:2], arm)]
         values = [read(run) if read else metrics.value(run, name) for run in runs]
         known = [value for value in values if value is not None and 0 <= value < math.inf]
         if len(known) < 3:
-            return None
+            return Shift(name, (), alpha)
         effects.append(sign * stats.block_effect(*known, direction="down"))
-    return Shift(name, tuple(effects), alpha) if effects else None
+    return Shift(name, tuple(effects), alpha)
 
 
 def _remote(case: Case) -> Iterator[Opinion]:
@@ -133,10 +129,10 @@ def _remote(case: Case) -> Iterator[Opinion]:
         for rank in range(case.experiment.ranks):
             way, lookup = prediction(case, arm, rank), _shift(case, arm, f"lookup@{rank}")
             traffic = _shift(case, arm, CROSS_SOCKET, read=partial(_cross_socket, rank))
-            line = f"{arm}: rank {rank} {_WAYS.get(way, 'as far as before')}, {lookup}, {main}"
-            if not way or lookup is None or main is None:
+            line = f"{arm}: rank {rank} {WAYS[way]}, {lookup}, {main}"
+            if not (way and lookup.effects and main.effects):
                 yield "undecided", f"{line}; nothing is predicted, or not every run has it"
-            elif traffic is None:
+            elif not traffic.effects:
                 yield "undecided", f"{line}; no counter of cross-socket traffic: {(*unread, 'none was read')[0]}"
             elif _with(lookup, way) and _with(traffic, way) and main.within(MOVED):
                 yield "supported", f"{line}, {traffic}"
@@ -197,9 +193,6 @@ def _lead(case: Case) -> Iterator[Opinion]:
         runs = [[*marked_steps([run])] for run in case.of(arm)]
         first = [[(tick, _first(line)) for tick, line in run] for run in runs if run]
         shares = [fmean(mark.done - mark.wait_before > tick for tick, mark in run) for run in first]
-        if not shares:
-            yield "undecided", f"{arm}: no marked step"
-            continue
         late, window = median(shares), median(_window(line) for run in runs for _, line in run)
         line = f"{named(case, arm)}: the first lookup is late in {100 * late:.0f} % of steps, n = {len(shares)} runs"
         if late > MOST:
@@ -230,32 +223,26 @@ def _steals(case: Case) -> Iterator[Opinion]:
         layers = shift("layers up to the last consumer", read=_earlier)
         who = " against ".join(named(case, one) for one in ((arm, "A") if sign > 0 else ("A", arm)))
         line = f"{who}: {wait}, {main}, {layers}, {step}"
-        if not sign or wait is None or main is None or step is None:
+        if not (sign and wait.effects and main.effects and step.effects):
             yield "undecided", f"{who}: no treatment, or not every run has waits, main compute and steps"
-        elif wait.below() and main.above(margin) and layers and layers.above() and step.above(-GAINLESS):
+        elif wait.below() and main.above(margin) and layers.above() and step.above(-GAINLESS):
             yield "supported", line
         else:
             yield "weakened" if main.below(margin) and step.below() else "undecided", line
 
 
 def _eager(case: Case, arm: str) -> tuple[bool, int]:
-    chosen, tokens = settings(case.experiment, arm), case.experiment.workload.tokens
-    inline = chosen["inline_above"] is not None and tokens > chosen["inline_above"]
-    return chosen["submission"] == "early" and not inline, max((grid for *_, grid in case.launches(arm)), default=0)
+    asked = submission_of(settings(case.experiment, arm), case.experiment.workload.tokens)
+    return asked == "early", max((grid for *_, grid in case.launches(arm)), default=0)
 
 
 def _earlier(run: RunRecord) -> float | None:
     """ns that the layers up to the last Engram layer take, waits excluded."""
-    steps = [
+    return metrics.middle(
         sum(s.end - s.start for s in line.spans if s.layer <= max(mark.layer for mark in line.lookups))
         for _, line in marked_steps([run])
         if line.spans
-    ]
-    return median(steps) if steps else None
-
-
-def _variable(*names: str) -> Callable[[Case], bool]:
-    return lambda case: case.experiment.variable in names
+    )
 
 
 # statement, what is missing without evidence, which evidence speaks, the last gate it must have passed, the rule
@@ -264,7 +251,7 @@ _RULES: tuple[tuple[str, str, Callable[[Case], bool], int, Rule], ...] = (
      lambda case: places(case.experiment) and not (case.plan.regrouped or _copies(case)), 1, _remote),
     ("data-parallel peers contend for the host's memory or PCIe", "two ranks or more, and one of them alone",
      lambda case: case.experiment.ranks > 1, 0, _contention),
-    ("there is not enough prefetch lead", "B1", _variable("submission"), 1, _lead),
+    ("there is not enough prefetch lead", "B1", lambda case: case.experiment.variable == "submission", 1, _lead),
     ("the prefetch steals from the main compute", "B1 or B2",
-     _variable("submission", "inline_above", "cap"), 1, _steals),
+     lambda case: case.experiment.variable in ("submission", "inline_above", "cap"), 1, _steals),
 )  # fmt: skip

@@ -53,8 +53,7 @@ class EngramLayout:
         for index, count in enumerate(self.num_embeddings):
             if count < self.rows(index):
                 raise _bad(f"layer {self.layer_ids[index]} has {count} rows", f"at least {self.rows(index)}")
-            if self.rows(index) > np.iinfo(np.int32).max:
-                raise _bad(f"{self.rows(index)} rows", "row numbers that fit int32 (H5)")
+            _require_int32(self.rows(index))
 
     @classmethod
     def deepseek_v41(cls) -> EngramLayout:
@@ -66,8 +65,9 @@ class EngramLayout:
         """The largest layout of the model's structure in which no layer has more than ``rows`` rows.
 
         ``fields`` are other fields of the layout, such as ``head_dim`` or ``n_heads``.  Raises ``UsageError`` below
-        the smallest structure (one distinct prime per layer and column).
+        the smallest structure (one distinct prime per layer and column) and, before any search, above int32.
         """
+        _require_int32(rows)
         columns = (fields.get("max_ngram", 4) - 1) * fields.get("n_heads", 8)
 
         def sums(start: int) -> tuple[int, ...]:
@@ -163,6 +163,11 @@ def sharing_group(nodes: Sequence[int], replica: int) -> int:
 
 def _bad(seen: str, expected: str) -> UsageError:
     return UsageError(seen, code="bad-layout", who="EngramLayout", expected=expected)
+
+
+def _require_int32(rows: int) -> None:
+    if rows > np.iinfo(np.int32).max:
+        raise _bad(f"{rows} rows", "row numbers that fit int32 (H5)")
 
 
 def _frozen(array: Int64) -> Int64:

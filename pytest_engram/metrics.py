@@ -76,8 +76,7 @@ def source_bandwidth(sample: OverlapSample) -> float | None:
 
 def busy_ns(sample: OverlapSample) -> float | None:
     """The median over the marked steps of ΣL_i; None without a lookup that took time."""
-    steps = [totals(line)[0] for line in sample.timelines if line.lookups]
-    return (median(steps) or None) if steps else None
+    return middle(totals(line)[0] for line in sample.timelines if line.lookups) or None
 
 
 def totals(line: Timeline) -> tuple[int, int]:
@@ -89,9 +88,15 @@ def _needed(q: float) -> int:
     return round(1 / (1 - q))
 
 
-def _median(found: Iterable[float | None], otherwise: str) -> Reading:
+def middle(found: Iterable[float | None]) -> float | None:
+    """The median of what is there; None of nothing."""
     known = [number for number in found if number is not None]
-    return Reading(float(median(known))) if known else Reading(None, otherwise)
+    return float(median(known)) if known else None
+
+
+def _median(found: Iterable[float | None], otherwise: str) -> Reading:
+    number = middle(found)
+    return Reading(number, "" if number is not None else otherwise)
 
 
 _UNMARKED = "no marked step with a lookup"

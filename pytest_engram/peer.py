@@ -148,7 +148,8 @@ class Peer:
         Returns whether every supported correctness case passed on every rank.
         """
         arm = base_arm(run.arm)
-        engine, settings = self.engine(arm), self._settings(arm)
+        engine, chosen = self.engine(arm), experiment_rules.settings(self.plan.experiment, arm)
+        settings = StepSettings(**{field.name: chosen[field.name] for field in fields(StepSettings)})
         time.sleep(self.plan.experiment.cooldown_s)
         self.group.barrier(step=f"run {run.index}")
         started, clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.perf_counter()
@@ -175,10 +176,6 @@ class Peer:
         if self.group.rank == 0:
             self.group.emit({"kind": "run", "value": codec.to_builtins(merged)})
         return merged.correct
-
-    def _settings(self, arm: str) -> StepSettings:
-        chosen = experiment_rules.settings(self.plan.experiment, arm)
-        return StepSettings(**{field.name: chosen[field.name] for field in fields(StepSettings)})
 
     def _check(self, arm: str, engine: Engine, settings: StepSettings, seed: int) -> tuple[CorrectnessSample, ...]:
         backend = self._backend(arm)

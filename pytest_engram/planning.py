@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from pytest_engram import gates, ledger, policies, schedule
+from pytest_engram import ledger, policies, schedule
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.experiment_rules import settings
 from pytest_engram.layout import EngramLayout, head_shard
@@ -41,14 +40,13 @@ def make_plan(experiment: Experiment, topology: Topology, choices: Choices) -> P
         head_shard(EngramLayout.deepseek_v41().primes[0], experiment.ranks, 0)  # refuses a rank without heads
     experiment = replace(experiment, blocks=choices.blocks or experiment.blocks)
     placements = {arm: _placement(experiment, arm, topology, choices.engine) for arm in experiment.arms}
-    rows = table_rows(experiment, topology, choices.rows, copies=max(len(p.tables) for p in placements.values()))
-    backends = {arm: _backend(experiment, arm, choices) for arm in experiment.arms}
-    extra: dict[str, Any] = {"rows": rows, "engine": choices.engine, "backends": backends}
-    return Plan(
-        experiment=experiment, schedule=schedule.make(experiment, choices.seed), seed=choices.seed,
-        protocol_hash=gates.protocol_hash(experiment, choices.seed, extra), **extra, placements=placements,
-        cpus=rank_cpus(topology, experiment.ranks, choices.engine),
+    plan = Plan(
+        experiment=experiment, schedule=schedule.make(experiment, choices.seed), seed=choices.seed, protocol_hash="",
+        rows=table_rows(experiment, topology, choices.rows, copies=max(len(p.tables) for p in placements.values())),
+        engine=choices.engine, backends={arm: _backend(experiment, arm, choices) for arm in experiment.arms},
+        placements=placements, cpus=rank_cpus(topology, experiment.ranks, choices.engine),
     )  # fmt: skip
+    return replace(plan, protocol_hash=schedule.plan_hash(plan))
 
 
 def layout_for(plan: Plan) -> EngramLayout:

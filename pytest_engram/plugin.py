@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -19,7 +19,7 @@ MARKERS = (
     "engram_experiments(variable, ...): parametrise `engram_experiment` over the experiments that change it",
 )
 
-_DEVICES = ("gpu", "multigpu")
+_DEVICES: dict[str, Callable[..., int]] = {"gpu": lambda: 1, "multigpu": lambda n: n}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked `gpu` or `multigpu(n)` where there are fewer CUDA devices than it needs."""
-    needed = [1 if marker.name == "gpu" else marker.args[0] for name in _DEVICES for marker in item.iter_markers(name)]
+    marked = ((count, mark) for name, count in _DEVICES.items() for mark in item.iter_markers(name))
+    needed = [count(*mark.args, **mark.kwargs) for count, mark in marked]
     if needed:
         from pytest_engram import engines
 

@@ -28,7 +28,7 @@ class Request:
     argument: str | None
     topology: Topology
     ranks: int
-    rank_nodes: tuple[int | None, ...] | None
+    rank_nodes: Sequence[int | None] | None
 
     @property
     def places(self) -> Nodes:
@@ -219,7 +219,6 @@ def resolve(
         raise UsageError(f"bad policy {text!r}", code="bad-policy", where="placement", expected=policy.usage)
     if ranks < 1 or (rank_nodes is not None and len(rank_nodes) != ranks):
         raise UsageError(f"{ranks} ranks with nodes {rank_nodes}", code="bad-ranks", where="placement")
-    nodes = None if rank_nodes is None else tuple(rank_nodes)
-    request = Request(text=text, argument=argument or None, topology=topology, ranks=ranks, rank_nodes=nodes)
+    request = Request(text=text, argument=argument or None, topology=topology, ranks=ranks, rank_nodes=rank_nodes)
     tables = policy.resolve(request)
     return PlacementPlan(policy=text, backing=backing, tables=tables, notes=policy.notes(tables))

@@ -47,16 +47,11 @@ def started(stat: str) -> int:
 
 def read_records(file: Path) -> tuple[list[dict[str, Any]], int]:
     """(The records of one process, how many lines were torn); raises ``OSError``."""
-    lines = file.read_bytes().splitlines()
-    records = [record for line in lines if (record := _record(line)) is not None]
+    lines, records = file.read_bytes().splitlines(), list[dict[str, Any]]()
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            records.append(dict(json.loads(line)))
     return records, len(lines) - len(records)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError):
-        return None
 
 
 def _append(kind: str, **fields: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pytest_engram.errors import EngramError, NotMeasurable
 from pytest_engram.gpu.nvml import Nvml
-from pytest_engram.numa import _syscalls, procfs, uncore
+from pytest_engram.numa import policy_calls, procfs, uncore
 from pytest_engram.numa.cgroup import cgroup_headroom, cgroup_paths, memory_limit
 from pytest_engram.numa.topology import read_hypervisor
 from pytest_engram.numa.tree import Tree
@@ -130,7 +130,7 @@ def _dirty() -> bool:
 
 _LIVE: dict[str, Callable[[Tree], Any]] = {  # what belongs to the running interpreter
     "cuda": lambda _tree: Nvml().cuda_version(),
-    "policy.calls": lambda _tree: _syscalls.probe_calls(),
+    "policy.calls": lambda _tree: policy_calls.probe_calls(),
     "python": lambda _tree: platform.python_version(),
     **{f"package.{name}": partial(lambda name, _tree: metadata.version(name), name) for name in _PACKAGES},
     "git.commit": lambda _tree: _git("rev-parse", "HEAD"),

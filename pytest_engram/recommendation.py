@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pytest_engram import stats
-from pytest_engram.gates.comparison import Case, interval, percent
+from pytest_engram.gates.comparison import interval, percent
 from pytest_engram.model import Claim, Evidence, MetricRule, Verdict
-from pytest_engram.sweeps import layer_times, named, stretch, unfit
-
-SLOWER_LAYER = 0.05  # layers that differ by less are not named
+from pytest_engram.sweeps import SLOWER_LAYER, Judged, layer_times, named, stretch
 
 
 def advice(evidence: Evidence, verdict: Verdict) -> str | None:
@@ -20,42 +18,32 @@ def advice(evidence: Evidence, verdict: Verdict) -> str | None:
     """
     if evidence.plan.experiment.variable in ("policy", "backend"):
         return None
-    found, why = _advice(Case(evidence), verdict)
-    return f"recommended: {found}" if found else f"no recommendation: {why}"
-
-
-def _advice(case: Case, verdict: Verdict) -> tuple[str | None, str]:
-    """(the recommendation or None, why there is none)."""
-    if fault := unfit(case, verdict, 4 if verdict.claim is Claim.IMPROVES else 1):
-        return None, fault
+    case = Judged(evidence, verdict)
+    if fault := case.unfit(4 if verdict.claim is Claim.IMPROVES else 1):
+        return f"no recommendation: {fault}"
     groups: dict[object, list[str]] = {}
     for arm in ("A", *case.candidates):
         groups.setdefault(case.launches(arm) if case.experiment.variable == "cap" else arm, []).append(arm)
     base, *others = groups.values()
     steps = [case.compare(MetricRule(metric="step", direction="down"), group[0]) for group in others]
-    absent = [one.absent for one in steps if one.absent]
-    if absent or not steps:
-        return None, (*absent, "every arm ran the same launches: no treatment")[0]
     adjusted = stats.holm([stats.two_sided(one.effects) for one in steps])
     found = {one.arm: one.effect for one in steps}
     sure = {one.arm for one, p_value in zip(steps, adjusted, strict=True) if p_value <= 2 * case.experiment.alpha}
     words = {arm: f"{named(case, arm)} {percent(e.estimate)} {interval(e)}" for arm, e in found.items()}
     shorter = [arm for arm in sure if (found[arm].estimate or 0) < 0]
     if not shorter and len(sure) < len(steps):
-        return None, f"no shorter step is resolved: {'; '.join(words.values())}"
+        return f"no recommendation: no shorter step is resolved: {'; '.join(words.values())}"
     best = min(shorter, key=lambda arm: found[arm].estimate or 0, default="A")
-    return "; ".join(_clauses(case, verdict, best, words, [base, *others])), ""
+    return f"recommended: {'; '.join(_clauses(case, best, words, [base, *others]))}"
 
 
-def _clauses(
-    case: Case, verdict: Verdict, best: str, words: dict[str, str], groups: Sequence[Sequence[str]]
-) -> Iterator[str]:
+def _clauses(case: Judged, best: str, words: dict[str, str], groups: Sequence[Sequence[str]]) -> Iterator[str]:
     level = f"{100 * (1 - 2 * case.experiment.alpha):g} % CI"
     if best == "A":
         yield f"{named(case, 'A')} stays: every other step is longer ({level})"
     else:
         found = words[best].replace(" [", f" step time, {level} [")
-        yield f"{found} against {named(case, 'A')}, subject: {verdict.subject}"
+        yield f"{found} against {named(case, 'A')}, subject: {case.verdict.subject}"
     yield from (text for arm, text in words.items() if arm != best)
     yield from (f"{' and '.join(named(case, a) for a in g)}: one grid, no treatment" for g in groups if len(g) > 1)
     mine = layer_times(case.of(best))

@@ -52,11 +52,11 @@ def run(plan: Plan, *, progress: Progress | None = None, launch: Launch = run_wo
     )
 
 
-def pilot(plan: Plan, runs: int, *, progress: Progress | None = None) -> Evidence:
+def pilot(plan: Plan, runs: int) -> Evidence:
     """Base-arm runs only, before anything is judged: their noise and duration feed the plan's estimates."""
     order = tuple(ScheduledRun(index=i, block=i // 2, arm="A" if i % 2 == 0 else "A'") for i in range(runs))
     quiet = replace(plan, schedule=order, experiment=replace(plan.experiment, positive_control=False))
-    return run(quiet, progress=progress)
+    return run(quiet)
 
 
 def _worlds(plan: Plan) -> Iterator[tuple[ScheduledRun, ...]]:
@@ -125,11 +125,11 @@ def _control(plan: Plan, tell: Progress, launch: Launch) -> list[RunRecord]:
     return [record for world in _worlds(alone) for record in _run_world(alone, world, tell, launch)[0]]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, launch: Launch = run_world) -> int:
     """``python -m pytest_engram.runner PLAN.json EVIDENCE.json``: how another interpreter or kernel is driven."""
     plan_path, evidence_path = (Path(name) for name in (argv or sys.argv[1:]))
     plan = codec.decode(plan_path.read_bytes(), Plan, source=str(plan_path))
-    codec.write_atomic(evidence_path, codec.encode(run(plan)))
+    codec.write_atomic(evidence_path, codec.encode(run(plan, launch=launch)))
     return 0
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 from pytest_engram import codec
 from pytest_engram.model import Experiment, Plan, ScheduledRun
@@ -52,28 +51,22 @@ def verify(schedule: Sequence[ScheduledRun], experiment: Experiment, seed: int) 
     return next((f"{_words(have)} where the seed gives {_words(want)}" for have, want in pairs if have != want), None)
 
 
-def complete_blocks(runs: Iterable[tuple[int, str]], arms: Iterable[str]) -> tuple[int, ...]:
+def complete_blocks(runs: Collection[tuple[int, str]], arms: Sequence[str]) -> tuple[int, ...]:
     """Blocks of which every arm is among ``runs``, given as (block, arm)."""
-    found, needed = set(runs), tuple(arms)
-    return tuple(sorted(block for block in {block for block, _ in found} if {(block, arm) for arm in needed} <= found))
-
-
-def protocol_hash(experiment: Experiment, seed: int, extra: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of metrics, margins, blocks, claim, workload, seed and schedule; prose may be reworded.
-
-    ``extra`` holds what the machine or the command line decided; :func:`plan_hash` reads it back from a plan.
-    """
-    rules = {name: rule for name, rule in codec.to_builtins(experiment).items() if name not in _PROSE}
-    order = [[run.block, run.arm] for run in make(experiment, seed)]
-    content = {"experiment": rules, "seed": seed, "schedule": order, "extra": codec.to_builtins(dict(extra))}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return tuple(sorted(block for block in {block for block, _ in runs} if all((block, arm) in runs for arm in arms)))
 
 
 def plan_hash(plan: Plan) -> str:
-    """The hash that ``plan`` must carry."""
+    """The hash that ``plan`` must carry: SHA-256 (hex) of metrics, margins, blocks, claim, workload, seed and schedule.
+
+    With them goes what the machine or the command line decided; prose may be reworded.
+    """
+    rules = {name: rule for name, rule in codec.to_builtins(plan.experiment).items() if name not in _PROSE}
+    order = [[run.block, run.arm] for run in make(plan.experiment, plan.seed)]
     extra = {"rows": plan.rows, "engine": plan.engine, "backends": plan.backends}
-    return protocol_hash(plan.experiment, plan.seed, extra)
+    content = {"experiment": rules, "seed": plan.seed, "schedule": order, "extra": extra}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(run: ScheduledRun | None) -> str:

@@ -80,10 +80,11 @@ class Session:
 
     def outcome(self, identifier: str) -> Outcome:
         """Measure the experiment once per session and judge it, after those selected ones that it requires."""
-        required = (name for name in self.experiments[identifier].requires if name in self.selected)
-        for name in (*required, identifier):
-            if name not in self.outcomes:
-                self.outcomes[name] = self._measure(self.experiments[name])
+        if identifier not in self.outcomes:
+            for name in self.experiments[identifier].requires:
+                if name in self.selected:
+                    self.outcome(name)
+            self.outcomes[identifier] = self._measure(self.experiments[identifier])
         return self.outcomes[identifier]
 
     def preflight(self) -> None:

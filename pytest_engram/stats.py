@@ -127,19 +127,19 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=128)
-def needed_effects(blocks: int, alpha: float = ALPHA, seed: int = 1, trials: int = 4000) -> Any:
+def needed_effects(blocks: int) -> Any:
     """Per simulated schedule, sorted: the log effect per unit of noise that the direct test would just have found.
 
     Normal noise of one unit in every run, so √1.5 in an effect.
     """
-    trials = min(trials, 40_000_000 // (blocks * blocks))  # memory: a trial has blocks²/2 averages
-    effects = np.random.default_rng([seed, blocks]).standard_normal((trials, blocks)) * math.sqrt(1.5)
-    return np.sort(-lower_limits(effects, alpha))
+    trials = min(4000, 40_000_000 // (blocks * blocks))  # memory: a trial has blocks²/2 averages
+    effects = np.random.default_rng([1, blocks]).standard_normal((trials, blocks)) * math.sqrt(1.5)
+    return np.sort(-lower_limits(effects))
 
 
-def detectable_effect(noise_sd: float, blocks: int, alpha: float = ALPHA, power: float = 0.8) -> float:
-    """The smallest improvement beyond the margin (ratio − 1) that ``blocks`` blocks find with ``power``.
+def detectable_effect(noise_sd: float, blocks: int) -> float:
+    """The smallest improvement beyond the margin (ratio − 1) that ``blocks`` blocks find with a power of 80 %.
 
     ``noise_sd`` is the standard deviation of the log of one run; simulated, seeded, within about 3 % of itself.
     """
-    return math.expm1(noise_sd * float(np.quantile(needed_effects(blocks, alpha), power, method="higher")))
+    return math.expm1(noise_sd * float(np.quantile(needed_effects(blocks), 0.8, method="higher")))

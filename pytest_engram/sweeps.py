@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from statistics import fmean, median
 
 from pytest_engram import metrics
 from pytest_engram.experiment_rules import settings
 from pytest_engram.gates.comparison import Case, marked_steps, unusable
 from pytest_engram.gates.timing import validity
-from pytest_engram.model import MetricRule, RunRecord, Status, SweepSample, Verdict
+from pytest_engram.model import Evidence, MetricRule, RunRecord, Status, SweepSample, Verdict
 
 Cell = dict[int, SweepSample]  # of each rank
+SLOWER_LAYER = 0.05  # layers whose times differ by less between arms are not named
 _SPOKEN_OF = ("lookup", "exposed_wait", "main_compute", "step")  # A/A voids what is said of them, too
 
 
-def unfit(case: Case, verdict: Verdict, last: int = 1) -> str | None:
-    """Why these timings explain nothing: a gate up to ``last`` is not PASS, any is INVALID, or validity says so."""
-    for gate in verdict.gates:
-        if gate.status is Status.INVALID or (gate.gate <= last and gate.status is not Status.PASS):
-            return f"gate {gate.gate} {gate.name} is {gate.status.value}: {gate.reason}"
-    found = case.compare_all([MetricRule(metric=name, direction="down") for name in _SPOKEN_OF], case.candidates[:1])
-    spoken = [one for one in found if not one.absent]
-    fault = next(validity(case), None) or next(unusable(spoken, case.experiment.aa_level), None)
-    return f"{fault.reason}: {fault.observed}" if fault else None
+class Judged(Case):
+    """Evidence with the verdict that it gave, to be explained."""
+
+    def __init__(self, evidence: Evidence, verdict: Verdict) -> None:
+        super().__init__(evidence)
+        self.verdict = verdict
+
+    def unfit(self, last: int) -> str | None:
+        """Why these timings explain nothing: a gate up to ``last`` is not PASS, any is INVALID, or they are void."""
+        for gate in self.verdict.gates:
+            if gate.status is Status.INVALID or (gate.gate <= last and gate.status is not Status.PASS):
+                return f"gate {gate.gate} {gate.name} is {gate.status.value}: {gate.reason}"
+        return self._void
+
+    @cached_property
+    def _void(self) -> str | None:
+        found = self.compare_all(
+            [MetricRule(metric=name, direction="down") for name in _SPOKEN_OF], self.candidates[:1]
+        )
+        spoken = [one for one in found if not one.absent]
+        fault = next(validity(self), None) or next(unusable(spoken, self.experiment.aa_level), None)
+        return f"{fault.reason}: {fault.observed}" if fault else None
 
 
 def samples(run: RunRecord, ranks: int) -> Iterator[SweepSample]:
@@ -57,7 +72,7 @@ def rate(found: Iterable[SweepSample], peers: int) -> float:
 def slowdown(found: Iterable[SweepSample]) -> float | None:
     """Median of main / quiet main − 1: what the lookups beside it cost the main compute; None where it has no twin."""
     both = [(median(one.main_ns), median(one.quiet_main_ns)) for one in found if one.main_ns and one.quiet_main_ns]
-    return median(main / max(quiet, 1) - 1 for main, quiet in both) if both else None
+    return metrics.middle(main / max(quiet, 1) - 1 for main, quiet in both)
 
 
 def layer_times(runs: Sequence[RunRecord]) -> dict[int, float]:

@@ -32,7 +32,6 @@ from pytest_engram.tokens import build_token_map
 
 _PACKAGE = Path(__file__).parents[1]
 _COMPUTING = ("layout", "hashing", "rows", "backends/reference", "gpu/gather", "gpu/hash", "gpu/_kernels")
-_SOURCES = tuple(f"{name}.py" for name in _COMPUTING)
 
 
 class ReferenceBackend:
@@ -50,8 +49,8 @@ class ReferenceBackend:
 
     def receipt(self) -> dict[str, str]:
         """The package's version and the sha256 of each file that computes."""
-        present = [name for name in _SOURCES if (_PACKAGE / name).exists()]
-        hashes = {name: hashlib.sha256((_PACKAGE / name).read_bytes()).hexdigest() for name in present}
+        files = [f"{name}.py" for name in _COMPUTING]
+        hashes = {name: hashlib.sha256((_PACKAGE / name).read_bytes()).hexdigest() for name in files}
         return {"backend": self.name, "version": _version(), **hashes}
 
     def hasher(self, layout: EngramLayout, token_map: Any, *, slot_cache: bool) -> ReferenceHasher:

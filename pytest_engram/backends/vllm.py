@@ -89,8 +89,10 @@ class VllmBackend(VllmLaunch):
         launch = ledger.launch(len(ids), shard.local_heads, programs if cap is None else cap)
         with self.kernels():
             table._storage, table._num_sms = lambda: given, 2 * cap if cap else programs
-            table.lookup(indices, rows.view(_torch().bfloat16), background=cap is not None)
-            del table._storage
+            try:
+                table.lookup(indices, rows.view(_torch().bfloat16), background=cap is not None)
+            finally:
+                del table._storage
         if isinstance(out, np.ndarray) and not self.interpreted:
             out[...] = rows.cpu().numpy().view(np.uint16)
         return launch

@@ -48,13 +48,9 @@ class VllmLaunch:
     def may_share(self, nbytes: int, *, shm: str, replicas: int) -> bool:
         """vLLM's ``can_share_engram_tables``."""
         decide = self.engine.get("can_share_engram_tables")
-        scope, layout = decide.__globals__, SimpleNamespace(num_embeddings=(nbytes // 33,), head_dim=32)
-        before, scope["SHM_PATH"] = scope["SHM_PATH"], shm
-        try:
-            with self._one_of(replicas):
-                return bool(decide(layout))
-        finally:
-            scope["SHM_PATH"] = before
+        layout = SimpleNamespace(num_embeddings=(nbytes // 33,), head_dim=32)
+        with self._one_of(replicas), mock.patch.dict(decide.__globals__, SHM_PATH=shm):
+            return bool(decide(layout))
 
     def elsewhere(self, *_: Any, **__: Any) -> Any:
         """What vLLM decides outside its Engram files, which are all that the light way loads."""

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -109,10 +110,21 @@ def installed() -> EngineSource | None:
 
 def extract(wheel: Path, cache: Path) -> EngineSource:
     """Keep only the Engram files of ``wheel`` in ``cache``, with the wheel's sha256 as receipt; atomic."""
-    version = wheel.name.split("-")[1]
+    version, digest = wheel.name.split("-")[1], _sha256(wheel)
     target = cache / f"vllm-{version}"
-    if target.is_dir():
-        return _source(target)
+    if not target.is_dir():
+        _keep(wheel, {"version": version, "wheel": wheel.name, "wheel_sha256": digest}, target)
+    source = _source(target)
+    if source.proof.get("wheel_sha256") != digest:
+        raise EngramError(
+            f"the files kept there are not those of {wheel}", code="engine-other-wheel", where=str(target),
+            way_out="remove the folder, or choose another cache by XDG_CACHE_HOME",
+        )  # fmt: skip
+    return source
+
+
+def _keep(wheel: Path, note: dict[str, str], target: Path) -> None:
+    cache = target.parent
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder, target.name)
@@ -122,11 +134,10 @@ def extract(wheel: Path, cache: Path) -> EngineSource:
         except zipfile.BadZipFile:
             way_out = "remove the file and download it again"
             raise EngramError("not a wheel", code="bad-wheel", where=str(wheel), way_out=way_out) from None
-        files = _source(made, version).files
-        note = {"version": version, "wheel": wheel.name, "wheel_sha256": _sha256(wheel), "files": files}
-        (made / RECEIPT).write_text(json.dumps(note, indent=1) + "\n", "utf-8")
-        made.rename(target)
-    return _source(target)
+        files = _source(made, note["version"]).files
+        (made / RECEIPT).write_text(json.dumps({**note, "files": files}, indent=1) + "\n", "utf-8")
+        with suppress(OSError):  # another process was first
+            made.rename(target)
 
 
 def _source(root: Path, version: str = "checkout", origin: str = "checkout") -> EngineSource:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from pytest_engram.errors import NotMeasurable
 from pytest_engram.gpu.registration import Cudart
 from pytest_engram.layout import EngramLayout
 from pytest_engram.numa.group import Group
+from pytest_engram.numa.pages import mapped_vmas
 
 _DIM = 32  # values of a row; its one scale makes it 33 bytes
 
@@ -139,9 +140,6 @@ def model_config(layout: EngramLayout) -> SimpleNamespace:
 
 def _object_pages(pointer: int) -> int:
     """Allocated pages of the file that is mapped at an address; 0 for anonymous memory."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, *_, path = line.split(maxsplit=5)
-        if span.startswith(f"{pointer:x}-"):
-            with suppress(OSError):
-                return Path(path).stat().st_blocks * 512 // 4096
+    with suppress(OSError):
+        return os.stat(mapped_vmas(pointer, 1, name="maps")[0].path).st_blocks * 512 // 4096
     return 0

@@ -82,22 +82,19 @@ class Probe:
         last = start + len(weight) if end is None else end
         return TableShard(weight, scales, start, last, 0, heads, heads)
 
-    def placed(self, shard: TableShard) -> TableShard:
-        """A numpy shard as this engine's backends take it."""
-        return replace(shard, weight=self.place(shard.weight), scales=self.place(shard.scales))
-
     def lookup(self, shard: TableShard, ids: Any, cap: int | None = None) -> tuple[Any, Launch]:
-        """(rows u16 [T, local_heads, dim], launch) through the backend; ``shard`` and ``ids`` as placed arrays."""
+        """(rows u16 [T, local_heads, dim], launch) of a numpy shard and ids, of any stride, through the backend."""
         shape = ids.shape[0], shard.local_heads, shard.weight.shape[1]
         out = place_bf16(np.full(shape, _UNWRITTEN, np.uint16), self.engine)
-        launch = self.backend.lookup(shard, ids, out, cap=cap)
+        placed = replace(shard, weight=self.place(shard.weight), scales=self.place(shard.scales))
+        launch = self.backend.lookup(placed, self.place(ids), out, cap=cap)
         return to_numpy(out), launch
 
     def rows_differ(self, shard: TableShard, ids: Any, cap: int | None = None) -> Finding | None:
         """Look up ``ids`` (numpy, any stride) in a numpy shard with the backend and with the oracle."""
         expected = np.empty((len(ids), shard.local_heads, shard.weight.shape[1]), dtype=np.uint16)
         lookup_rows(shard, ids, expected)
-        seen, _ = self.lookup(self.placed(shard), self.place(ids), cap)
+        seen, _ = self.lookup(shard, ids, cap)
         return rows_differ(seen, expected, ids, head_start=shard.head_start)
 
 

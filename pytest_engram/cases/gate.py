@@ -82,7 +82,7 @@ class _Layer:
         rest = self._hidden[chunk.positions], *self._norms
         hidden, *norms = (each.astype(np.float64) for each in rest)
         expected = gated_residual(hidden, *project(rows, self._wkv.astype(np.float64)), *norms, keep=~chunk.dead)
-        seen, _ = probe.lookup(probe.placed(self._shard), probe.place(to_numpy(self._hasher(chunk))[:, 0]))
+        seen, _ = probe.lookup(self._shard, to_numpy(self._hasher(chunk))[:, 0])
         return floats_differ(self._output(seen, *rest, ~chunk.dead), expected, _TOLERANCE)
 
     def _output(self, rows: Any, hidden: Any, *rest: Any) -> Any:

@@ -15,6 +15,7 @@ from pytest_engram import ledger
 from pytest_engram.backends.arrays import to_numpy
 from pytest_engram.backends.protocol import TableShard
 from pytest_engram.cases.case import Finding, Parts, Probe, Unsupported, cases, compare, refused, rows_differ
+from pytest_engram.engines.tables import cut
 from pytest_engram.hashing import DEAD_ID, EngramLayout, head_shard, shard_rank
 from pytest_engram.rows import lookup_rows, synthetic_rows
 
@@ -40,7 +41,7 @@ def background(probe: Probe) -> Parts:
     ids = _drawn(probe, shard, 41)
     for cap in (1, 3, 64):
         yield f"cap {cap}", probe.rows_differ(shard, ids, cap)
-        _, seen = probe.lookup(probe.placed(shard), probe.place(ids), cap)
+        _, seen = probe.lookup(shard, ids, cap)
         made = ledger.launch(41, _HEADS, cap)
         if (seen.rows, seen.tiles) != (made.rows, made.tiles) or not 1 <= seen.grid <= made.grid:
             yield f"cap {cap}", Finding(detail="launch", expected=str(made), seen=str(seen))
@@ -87,7 +88,7 @@ def padded_heads(probe: Probe) -> Parts:
     """A shard's columns past the true heads give zeros: 23 heads over 4 shards, 24 over 5."""
     for heads, shards in ((23, 4), (24, 5)):
         weight, scales, primes = _heads(probe, heads)
-        last = _cut(weight, scales, head_shard(primes, shards, shards - 1), heads)
+        last = cut(weight, scales, head_shard(primes, shards, shards - 1), heads)
         yield f"{heads} heads over {shards} shards", probe.rows_differ(last, _head_ids(probe, primes, 3))
 
 
@@ -165,8 +166,8 @@ def _assembled(probe: Probe, ranks: Sequence[int]) -> Finding | None:
     ids = _head_ids(probe, primes, 3)
     expected = np.empty((3, 24, _DIM), dtype=np.uint16)
     lookup_rows(TableShard(weight, scales, 0, len(weight), 0, 24, 24), ids, expected)
-    parts = [_cut(weight, scales, head_shard(primes, len(ranks), rank), 24) for rank in ranks]
-    outputs = [probe.lookup(probe.placed(part), probe.place(ids))[0] for part in parts]
+    parts = [cut(weight, scales, head_shard(primes, len(ranks), rank), 24) for rank in ranks]
+    outputs = [probe.lookup(part, ids)[0] for part in parts]
     return rows_differ(np.concatenate(outputs, axis=1)[:, :24], expected, ids)
 
 
@@ -215,11 +216,6 @@ def _heads(probe: Probe, heads: int) -> tuple[Any, Any, Any]:
 def _head_ids(probe: Probe, primes: Any, tokens: int) -> Any:
     offsets = np.cumsum(primes) - primes
     return (offsets + probe.rng.integers(0, primes, (tokens, len(primes)))).astype(np.int32)
-
-
-def _cut(weight: Any, scales: Any, part: Any, heads: int) -> TableShard:
-    rows = slice(part.start, part.end)
-    return TableShard(weight[rows], scales[rows], part.start, part.end, part.head_start, part.local_heads, heads)
 
 
 _SCALED = [_scaled(name, *what) for name, what in _SCALES.items()]

@@ -206,7 +206,7 @@ def unnamed(probe: Probe) -> Finding | None:
 
 def last_view(probe: Probe) -> Finding | None:
     """Closing waits for the last view, whose end unregisters exactly once, before the memory is unmapped and freed."""
-    cudart, before = _Cudart(), _files("/proc/self/fd")
+    cudart, _, before = _Cudart(), gc.collect(), _files("/proc/self/fd")  # what an earlier case left goes first
     table = _solo(probe, cudart)
     host = partial(device_view, table.buffer[4096:], pointer=lambda address: address, tensor=_OnHost)
     view, seen = getattr(table, "device_view", host)(), []

@@ -14,7 +14,7 @@ from pytest_engram.gpu import registration
 from pytest_engram.gpu.cumem import Driver, DriverCudart, offer, receive
 from pytest_engram.model import TablePlan
 from pytest_engram.numa import _syscalls, pages
-from pytest_engram.numa.backing import BACKINGS, Backing
+from pytest_engram.numa.backing import BACKINGS, Adopted, Backing
 
 
 def _pinned(nbytes: int) -> Any:
@@ -29,6 +29,7 @@ class DriverMade(Backing):
     """Its pages are resident and pinned once it is mapped; ``cudart`` stands in for their registration."""
 
     resident = True
+    identity = Adopted.identity  # the device that the driver mapped: every such mapping may have the same
     open_driver: Callable[[], Driver] = Driver
     cudart: registration.Cudart
     _asked: TablePlan
@@ -36,11 +37,6 @@ class DriverMade(Backing):
     def ask(self, plan: TablePlan) -> None:
         """Keep what ``create`` or ``map`` needs."""
         self._asked = plan
-
-    @property
-    def identity(self) -> str:
-        """The device that the driver mapped, "" before; every such mapping may have the same."""
-        return pages.mapped_vmas(self.address, self.nbytes, name="maps")[0].identity if self.is_mapped else ""
 
     @property
     def allocated_bytes(self) -> int | None:
@@ -64,8 +60,10 @@ class Pinned(DriverMade):
         try:
             mode, nodes = _syscalls.get_mempolicy()
             _syscalls.set_mempolicy(_syscalls.MODES[self._asked.mode], self._asked.nodes)
-            self._view = memoryview(self.allocate(self.nbytes).numpy())
-            _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
+            try:
+                self._view = memoryview(self.allocate(self.nbytes).numpy())
+            finally:
+                _syscalls.set_mempolicy(_syscalls.MODES[mode], nodes)
         except OSError as error:
             raise _syscalls.refused(error, f"policy {self._asked.mode} {self._asked.nodes}") from error
         self.cudart = DriverCudart(self.open_driver())

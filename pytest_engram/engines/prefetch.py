@@ -23,8 +23,7 @@ class Ticket:
     def __init__(
         self, run: Callable[[], Launch], mark: Callable[[str], Any] = lambda _name: None, lane: int | None = 0
     ) -> None:
-        self.run, self.mark, self.lane, self._finished = run, mark, lane, threading.Lock()
-        self._finished.acquire()
+        self.run, self.mark, self.lane, self._finished = run, mark, lane, threading.Event()
         self.launch: Launch | None = None
         self.error: Exception | None = None
 
@@ -36,14 +35,11 @@ class Ticket:
         except Exception as error:  # noqa: BLE001 - it belongs to the consumer, which raises it
             self.error = error
         self.mark("done")
-        self._finished.release()
+        self._finished.set()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of this lookup only; False when the deadline came first."""
-        if not self._finished.acquire(timeout=seconds):
-            return False
-        self._finished.release()  # a finished ticket stays finished
-        return True
+        return self._finished.wait(seconds)
 
 
 class PrefetchQueue:

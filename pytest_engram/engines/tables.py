@@ -71,12 +71,13 @@ def full_shards(
     """
     index, shards = shard
     return tuple(
-        _part(weight, scales, head_shard(layout.primes[layer], shards, index), layout.columns)
+        cut(weight, scales, head_shard(layout.primes[layer], shards, index), layout.columns)
         for layer, (weight, scales) in enumerate(views)
     )
 
 
-def _part(weight: Any, scales: Any, own: HeadShard, columns: int) -> TableShard:
+def cut(weight: Any, scales: Any, own: HeadShard, columns: int) -> TableShard:
+    """The rows of ``own`` as a shard of all ``columns``: out of a whole layer's arrays, or they are just those rows."""
     rows = slice(None) if len(weight) == own.end - own.start else slice(own.start, own.end)
     return TableShard(
         weight=weight[rows], scales=scales[rows], start=own.start, end=own.end,

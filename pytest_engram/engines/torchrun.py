@@ -51,16 +51,24 @@ class TorchGroup(Group):
         self._events.append(obj)
 
     def run(self, entry: str, payload: Any) -> list[Any]:
-        """Results by rank of ``entry(group, payload)``; every rank raises the same ``PeerError`` where one fails."""
+        """Results by rank of ``entry(group, payload)``; every rank raises the same ``PeerError`` where one fails.
+
+        The group's connections end with it.
+        """
         try:
-            result = load_entry(entry)(self, payload)
+            return self._meet("the end", self._result(entry, payload))
+        finally:
+            self._dist.destroy_process_group(self._ranks)
+
+    def _result(self, entry: str, payload: Any) -> Any:
+        try:
+            return load_entry(entry)(self, payload)
         except PeerError:
             raise  # every rank has it
         except Exception as error:
             known = error if isinstance(error, EngramError) else EngramError(f"{type(error).__name__}: {error}")
             self._meet("failed", error=known.to_wire())  # raises, here too
             raise
-        return self._meet("the end", result)
 
     def _meet(self, step: str, value: Any = None, *, error: Any = None) -> list[Any]:
         frames: list[Any] = [None] * self.size
@@ -85,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a plan in the ranks that torchrun started: rank 0 is the runner, the others follow it."""
     import torch.distributed as dist
 
-    plan_path, evidence_path = (Path(name) for name in (argv or sys.argv[1:]))
-    plan = codec.decode(plan_path.read_bytes(), Plan, source=str(plan_path))
+    files = argv or sys.argv[1:]
+    plan = codec.decode(Path(files[0]).read_bytes(), Plan, source=files[0])
     dist.init_process_group("gloo")
     office = TorchGroup(_IDLE_S)
     if office.size != len(plan.cpus):
@@ -97,9 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(PeerError):  # rank 0 has it in its evidence
             TorchGroup(plan.deadline_s).run(*order)
     if office.rank == 0:
-        evidence = runner.run(plan, launch=partial(_launch, office))
+        runner.main(files, launch=partial(_launch, office))
         office.broadcast(None, step="next world")
-        codec.write_atomic(evidence_path, codec.encode(evidence))
     dist.destroy_process_group()
     return 0
 

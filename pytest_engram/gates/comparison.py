@@ -145,9 +145,8 @@ class Case:
             empty += not any(values)
         return replace(found, effects=tuple(effects), aa=tuple(aa), empty_blocks=empty, absent="") if effects else found
 
-    def compare_all(self, rules: Iterable[MetricRule], arms: Iterable[str], *, harm: bool = False) -> list[Comparison]:
+    def compare_all(self, rules: Iterable[MetricRule], arms: Sequence[str], *, harm: bool = False) -> list[Comparison]:
         """Rule by rule, and within a rule arm by arm."""
-        arms = tuple(arms)
         return [self.compare(rule, arm, harm=harm) for rule in rules for arm in arms]
 
 

@@ -9,12 +9,10 @@ from itertools import chain
 from pytest_engram import metrics
 from pytest_engram.experiment_rules import places
 from pytest_engram.gates.comparison import Case, Comparison, all_shown, finding_of, holm, open_or, unusable, within
-from pytest_engram.gates.placement import prediction
+from pytest_engram.gates.placement import WAYS, prediction
 from pytest_engram.gates.reasons import Finding
 from pytest_engram.gates.timing import validity
 from pytest_engram.model import MetricRule, Status
-
-_WAYS = {"down": "nearer", "up": "farther", "": "as far as before"}
 
 
 def mechanism(case: Case) -> Iterator[Finding]:
@@ -37,7 +35,7 @@ def _per_rank(case: Case) -> Iterator[Finding]:
             pooled = [rule for rule in case.experiment.mechanism if "@" not in rule.metric]
             rules = [replace(rule, metric=f"{rule.metric}@{rank}", direction=way) for rule in pooled]
             families.setdefault(rank, []).extend(case.compare_all(rules, [arm]))
-    predicted = ", ".join(f"rank {rank} {_WAYS[way or '']} in {arm}" for (arm, rank), way in ways.items())
+    predicted = ", ".join(f"rank {rank} {WAYS[way]} in {arm}" for (arm, rank), way in ways.items())
     if not families:
         yield Finding("no-predicted-change", predicted, "a rank that comes nearer")
     note = "some ranks come nearer and some farther: there is no winner to expect"

@@ -15,6 +15,7 @@ BOUND = 0.999  # share of a bound table's pages on its nodes
 _HUGE = 2 << 20
 EVEN = 0.02  # how far an interleaved table's share may lie from its weight
 DIFFERENT = 0.05  # share of pages by which two arms must differ on some rank
+WAYS = {"down": "nearer", "up": "farther", "": "as far as before", None: "at an unknown distance"}
 Share = dict[int, float]  # NUMA node -> share of all pages
 
 

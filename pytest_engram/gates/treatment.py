@@ -64,7 +64,7 @@ def _submission(case: Case) -> Iterator[Finding]:
         if ranks != set(range(case.experiment.ranks)):
             yield Finding("no-timelines", where, "on every rank")
         for resolution, line in (*marked_steps([run]), *_swept(run)):
-            asked[run.arm][line.tokens] = way = _way(chosen, line.tokens)
+            asked[run.arm][line.tokens] = way = submission_of(chosen, line.tokens)
             for layer in _misplaced(line, resolution, way):
                 seen = f"{where}, rank {line.rank}, step {line.step}: layer {layer} is submitted elsewhere"
                 yield Finding("submission-not-as-asked", seen, f"submission {way} of {line.tokens} tokens")
@@ -77,7 +77,7 @@ def _submission(case: Case) -> Iterator[Finding]:
     yield Finding("treatment-delivered" if moved else "no-treatment", seen, "every lookup as its arm asks", moved)
 
 
-def _way(chosen: dict[str, Any], tokens: int) -> str:
+def submission_of(chosen: dict[str, Any], tokens: int) -> str:
     """Where a batch's lookups are to be submitted: an engine may turn to its consumers above a number of tokens."""
     inline = chosen["inline_above"] is not None and tokens > chosen["inline_above"]
     return "at_consumption" if inline else str(chosen["submission"])

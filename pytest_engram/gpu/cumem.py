@@ -132,7 +132,7 @@ def offer(descriptor: int) -> socket.socket:
     def answer() -> None:
         with suppress(OSError):  # shut down
             while True:
-                with listener.accept()[0] as peer:
+                with listener.accept()[0] as peer, suppress(OSError):  # it went away
                     user = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
                     if user == os.getuid():
                         socket.send_fds(peer, [b"0"], [descriptor])

@@ -11,13 +11,11 @@ import array
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import platform
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 from pytest_engram.errors import NotMeasurable, PlacementError
@@ -63,11 +61,9 @@ def _call(name: str, *arguments: Any) -> int:
     return _checked(int(_libc().syscall(*words)), name)
 
 
-def _mask(nodes: Sequence[int]) -> Any:
-    mask = (ctypes.c_ulong * (_MASK_BITS // 64))()
-    for node in nodes:
-        mask[node // 64] |= 1 << node % 64
-    return mask
+def _mask(nodes: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
+    bits = sum(1 << node for node in set(nodes))
+    return ctypes.create_string_buffer(bits.to_bytes(_MASK_BITS // 8, sys.byteorder), _MASK_BITS // 8)
 
 
 def mbind(address: int, nbytes: int, mode: int, nodes: Sequence[int], flags: int = 0) -> None:
@@ -98,7 +94,8 @@ def mems_allowed() -> tuple[int, ...]:
 def _read_policy(mode: Any, flags: int) -> tuple[int, ...]:
     mask = _mask(())
     _call("get_mempolicy", mode, mask, _MASK_BITS, None, flags)
-    return tuple(bit for bit in range(_MASK_BITS) if mask[bit // 64] >> bit % 64 & 1)
+    bits = int.from_bytes(mask.raw, sys.byteorder)
+    return tuple(bit for bit in range(_MASK_BITS) if bits >> bit & 1)
 
 
 def page_status(pid: int, addresses: Sequence[int]) -> bytes:
@@ -188,46 +185,3 @@ def refused(error: OSError, step: str) -> PlacementError | NotMeasurable:
         expected="CAP_SYS_NICE or a seccomp profile that allows mbind, set_mempolicy and move_pages",
         way_out="run the container with --cap-add SYS_NICE (CAP_SYS_NICE / seccomp), or relax its seccomp profile",
     )  # fmt: skip
-
-
-def probe_calls() -> dict[str, str]:
-    """What each policy call does in this process: "works", or why not and the way out.
-
-    Asked by doing, since a call that reads proves none that writes, in a thread whose policy ends with it.
-    """
-
-    def attempt(act: Callable[[], object]) -> str:
-        try:
-            answer = act()
-        except OSError as error:
-            return str(refused(error, "probe"))
-        return answer if isinstance(answer, str) else "works"
-
-    acts: dict[str, Callable[[], object]] = {
-        "get_mempolicy": get_mempolicy, "set_mempolicy": lambda: set_mempolicy(MPOL_DEFAULT, ()),
-        "move_pages": lambda: page_status(0, (0,)), "mbind": probe_mbind,
-    }  # fmt: skip
-    with ThreadPoolExecutor(1) as pool:
-        return dict(zip(acts, pool.map(attempt, acts.values()), strict=True))
-
-
-def probe_mbind(nodes: Sequence[int] = ()) -> str | None:
-    """Bind a scratch page to each node, touch it, ask where it lies; None if it works, else why not.
-
-    By default every node of ``mems_allowed``.  A policy call that returns 0 proves nothing (stubs exist).
-    """
-    try:
-        for node in nodes or mems_allowed():
-            if (seen := _bind_touch_query(node)) != node:
-                return f"a page bound to node {node} is answered with status {seen}: policy calls have no effect here"
-    except OSError as error:
-        return str(refused(error, "probe"))
-    return None
-
-
-def _bind_touch_query(node: int) -> int:
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as scratch:
-        address = address_of(scratch)
-        mbind(address, mmap.PAGESIZE, MPOL_BIND, (node,))
-        scratch[0] = 1
-        return int.from_bytes(page_status(0, (address,)), sys.byteorder, signed=True)

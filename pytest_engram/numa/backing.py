@@ -29,6 +29,7 @@ class Backing:
     name = ""
     shared = True  # False: every rank has its own object
     policy_per_mapper = False  # True: each mapper sets the policy, not only the leader
+    huge = False  # True: as far as is known its pages come as huge ones
     wants_huge = False  # True: transparent huge pages are asked for and collapse is tried
     resident = False  # True: a driver makes the pages, in ``create`` or ``map``, where ``ask`` said
     registered = False  # True: whoever made the memory registered it as well
@@ -132,12 +133,9 @@ class Tmpfs(Backing):
             raise NotMeasurable(
                 seen, code="shm-not-tmpfs", where="create", expected=expected, way_out="use the memfd backing"
             )
-        try:
-            return os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, 0o600)
-        except OSError:  # a sandbox without O_TMPFILE
-            descriptor, path = tempfile.mkstemp(prefix=f"pytest-engram-{os.getpid()}-", dir=SHM)
-            os.unlink(path)
-            return descriptor
+        self.huge = mount.option("huge") in ("always", "within_size")
+        with tempfile.TemporaryFile(prefix=f"pytest-engram-{os.getpid()}-", dir=SHM) as file:
+            return os.dup(file.fileno())
 
 
 class Memfd(Backing):
@@ -154,7 +152,7 @@ class Hugetlb(Memfd):
     """2 MiB pages from the reserved pool; the policy of the faulting mapper decides, so each mapper sets it."""
 
     name = "hugetlb"
-    policy_per_mapper = True
+    policy_per_mapper = huge = True
     page_bytes = PMD_BYTES
     flags = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB
 
@@ -175,7 +173,7 @@ class AnonThp(Backing):
 
     name = "anon-thp"
     shared = False
-    wants_huge = True
+    huge = wants_huge = True
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(-(-num_bytes // PMD_BYTES) * PMD_BYTES)

@@ -108,8 +108,7 @@ class LocalGroup(Group):
         self._send("collect", value=obj, step=step)
         while not (answers := self._hear()):
             pass
-        values: list[Any] = answers[0]
-        return values
+        return answers[0]
 
     def check(self, step: str = "") -> None:
         """Raise if a peer failed; tell the hub the current step, at least every ``heartbeat_s`` when called."""
@@ -140,7 +139,7 @@ class LocalGroup(Group):
             while True:
                 self._hear()
 
-    def _hear(self, flags: int = 0) -> list[Any]:
+    def _hear(self, flags: int = 0) -> list[list[Any]]:
         """The answer to a collective; news of a failure is raised behind it, then in every later call."""
         frames = [] if self._failure else self._channel.poll(flags)
         if frames is None:

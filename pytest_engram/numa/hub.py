@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import selectors
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pytest_engram.numa.group import Channel, Frame
 
 _EXIT_WAIT_S = 2.0
 START_S = 120.0
+UNREAPED = os.WEXITED | os.WNOWAIT | os.WNOHANG  # look only: the pid and its group stay this child's
 OnEvent = Callable[[int, Any], None]
 
 
@@ -140,10 +142,19 @@ class Hub:
         )  # fmt: skip
 
 
+def exit_status(process: subprocess.Popen[bytes], within_s: float) -> int | None:
+    """Its exit status, or minus the signal that ended it, without reaping it; None: not ``within_s``, or unknown."""
+    end = time.monotonic() + within_s
+    with contextlib.suppress(ChildProcessError):  # somebody else reaped it
+        while (found := os.waitid(os.P_PID, process.pid, UNREAPED)) is None and time.monotonic() < end:
+            time.sleep(0.005)
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return None
+
+
 def _death(member: Member) -> str:
-    try:
-        status = member.process.wait(_EXIT_WAIT_S)
-    except subprocess.TimeoutExpired:
+    if (status := exit_status(member.process, _EXIT_WAIT_S)) is None:
         return "it closed its connection"
     if status < 0:
         return f"it was killed by {signal.Signals(-status).name}"

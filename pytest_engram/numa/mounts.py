@@ -76,5 +76,4 @@ def _mount() -> procfs.Mount:
 def _users() -> str:
     """Who maps files of the machine's /dev/shm now: processes that could be read, others are not seen."""
     tree = Tree()
-    pids = tree.names("proc", r"\d+")
-    return ", ".join(pid for pid in pids if f" {SHM}/" in (tree.text(f"proc/{pid}/maps") or ""))
+    return ", ".join(pid for pid in tree.names("proc", r"\d+") if f" {SHM}/" in (tree.text(f"proc/{pid}/maps") or ""))

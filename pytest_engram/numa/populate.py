@@ -17,7 +17,6 @@ from pytest_engram.numa.backing import Backing
 
 CHUNK_BYTES = 8 << 20  # per call; four huge pages, so that all threads end together
 _COLLAPSE_BYTES = 1 << 30  # each call drains every CPU's page lists: few of them
-_MAX_THREADS = 16
 Act = Callable[[int, int], object]  # (offset, bytes)
 
 
@@ -28,7 +27,8 @@ def populate(backing: Backing, tick: Callable[[int, int], None], *, write: bool,
     Returns how it was done.  Raises ``PlacementError`` (code ``cannot-populate``) where the memory ends.
     """
     name, act = _choose(backing, write=write)
-    threads, done = threads or min(len(os.sched_getaffinity(0)), _MAX_THREADS), 0
+    # More than eight make one object's new small pages slower (reports/h200).
+    threads, done = threads or min(len(os.sched_getaffinity(0)), 16 if backing.huge or not write else 8), 0
     pool = ThreadPoolExecutor(threads, thread_name_prefix="engram-populate")
     try:  # whichever thread is free takes the next chunk
         for nbytes in pool.map(partial(_guarded, act, backing), range(0, backing.nbytes, CHUNK_BYTES)):

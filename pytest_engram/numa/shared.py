@@ -99,9 +99,9 @@ class SharedTable:
             page_bytes=self.backing.page_bytes,
         )  # fmt: skip
         growth = {node: size - self._shmem_before.get(node, 0) for node, size in _shmem().items()}
-        name = self.backing.label or self.identity
-        self.distributions.append(replace(distribution, shmem_growth=growth, identity=name))
-        return self.distributions[-1]
+        seen = replace(distribution, shmem_growth=growth, identity=self.backing.label or self.identity)
+        self.distributions.append(seen)
+        return seen
 
     def close(self) -> None:
         """Unregister, then drop the mapping and the object; idempotent."""

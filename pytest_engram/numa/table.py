@@ -33,7 +33,7 @@ _WEIGHTS = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
 def build_table(
     group: Group, placement: PlacementPlan, num_bytes: int, *,
     register: Callable[[SharedTable], Registration] | None = None, progress: Progress | None = None,
-    threads: int | None = None, order: str = "placed",
+    order: str = "placed",
 ) -> SharedTable:  # fmt: skip
     """This rank's table of ``placement``, ``num_bytes`` long, with its pages placed, pre-touched and registered.
 
@@ -43,7 +43,7 @@ def build_table(
     Raises ``UsageError`` (does not fit, ``too-large``), ``NotMeasurable``, ``PlacementError`` or ``PeerError``.
     """
     table = _table_of(group.rank, placement, num_bytes)
-    build = _Build(table, group, placement, register, progress, threads, order)
+    build = _Build(table, group, placement, register, progress, order)
     try:
         build.run()
     except BaseException:
@@ -109,7 +109,6 @@ class _Build:
     placement: PlacementPlan
     register_with: Callable[[SharedTable], Registration] | None
     progress: Progress | None
-    threads: int | None
     order: str
 
     def run(self) -> None:
@@ -172,7 +171,7 @@ class _Build:
 
     def populate(self, note: Note) -> None:
         if self.table.leads:
-            note.detail = populate(self.table.backing, self._tick, write=True, threads=self.threads)
+            note.detail = populate(self.table.backing, self._tick, write=True)
         else:
             note.not_applicable = "the leader touches every page"
 
@@ -182,7 +181,7 @@ class _Build:
         else:  # in the engines' order this stands for registration, which faults untouched pages with write intent
             note.not_applicable = "nothing to register with: the pages are only mapped"
             write, alive = self.order != "placed", lambda *_: self.group.check()
-            note.detail = populate(self.table.backing, alive, write=write, threads=self.threads)
+            note.detail = populate(self.table.backing, alive, write=write)
 
     def audit(self, _note: Note) -> None:
         self.table.audit(Moment.REGISTERED)

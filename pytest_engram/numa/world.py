@@ -24,7 +24,7 @@ from typing import Any
 from pytest_engram.errors import EngramError, PeerError
 from pytest_engram.numa import _syscalls
 from pytest_engram.numa.group import Channel, LocalGroup
-from pytest_engram.numa.hub import START_S, Hub, Member, OnEvent
+from pytest_engram.numa.hub import START_S, UNREAPED, Hub, Member, OnEvent, exit_status
 
 GRACE_S = 3.0  # for well ranks to undo what they registered, after one failed
 _KILL_AFTER_S = 1.0
@@ -40,7 +40,6 @@ class RankSpec:
 
 def run_world(
     entry: str, payload: Any, ranks: Sequence[RankSpec], *, deadline_s: float, on_event: OnEvent | None = None,
-    python: str = sys.executable,
 ) -> list[Any]:  # fmt: skip
     """Call ``entry`` ("pkg.mod:function" or "path/file.py:function") as ``function(group, payload)`` in every rank.
 
@@ -51,7 +50,7 @@ def run_world(
     members: list[Member] = []
     try:
         for rank, spec in enumerate(ranks):
-            members.append(_spawn(rank, len(ranks), spec, python))
+            members.append(_spawn(rank, len(ranks), spec))
         return _serve(Hub(members, deadline_s, on_event), entry, payload, ranks)
     finally:
         _end([member.process for member in members])
@@ -72,15 +71,13 @@ def _serve(hub: Hub, entry: str, payload: Any, ranks: Sequence[RankSpec]) -> lis
     return results
 
 
-def _spawn(rank: int, size: int, spec: RankSpec, python: str) -> Member:
+def _spawn(rank: int, size: int, spec: RankSpec) -> Member:
     ours, theirs = socket.socketpair()
-    environment = {**os.environ, **spec.env}
-    if python == sys.executable:  # another interpreter brings its own installation
-        root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
+    environment, root = {**os.environ, **spec.env}, str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
     with theirs:
         process = subprocess.Popen(
-            [python, "-m", __spec__.name, *map(str, (theirs.fileno(), rank, size))], env=environment,
+            [sys.executable, "-m", __spec__.name, *map(str, (theirs.fileno(), rank, size))], env=environment,
             stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
         )  # fmt: skip
     return Member(rank=rank, channel=Channel(ours), process=process)
@@ -89,15 +86,18 @@ def _spawn(rank: int, size: int, spec: RankSpec, python: str) -> Member:
 def _wait(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
+        exit_status(process, end - time.monotonic())
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM to the process groups, which outlive a rank that forked, SIGKILL a moment later, and reap."""
+    """SIGTERM to the process groups, which outlive a rank that forked, SIGKILL a moment later, and only then reap.
+
+    The pid of a rank that somebody else reaped may be another process's by now: it gets no signal.
+    """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.waitid(os.P_PID, process.pid, UNREAPED)
                 os.killpg(process.pid, signal_number)
         _wait(processes, _KILL_AFTER_S)
     for process in processes:

@@ -26,7 +26,6 @@ _CAPACITY = ("arm", "table", "moment", "ranks", "size", "PSS, all ranks", "share
 _WORKERS = ("arm", "rank", "CPUs", "memory nodes allowed", "task policy", "staging", "runs")
 _LEDGER = ("arm", "rank", "bytes of", "size", "time", "rate", "what moved them")
 _SWEEP = ("arm", "tokens", "peers", "lookups", "P95", "together", "waits", "main", "main slowed", "runs")
-_LAYER = 0.05  # layers whose times differ by less between arms are left out
 _PROBLEMS = ("arm", "status", "code", "who", "where", "message", "times")
 _EFFECTS = ("gate", "arm", "metric", "effect", "interval", "p", "blocks", "per block, %")
 
@@ -82,7 +81,7 @@ def _metrics(evidence: Evidence) -> tuple[Sequence[str], Rows]:
 
 def _middle(evidence: Evidence, arm: str, name: str) -> str:
     readings = [metrics.measure(run, name) for run in evidence.runs if run.arm == arm]
-    middle = numbers.median(reading.value for reading in readings)
+    middle = metrics.middle(reading.value for reading in readings)
     return _in(metrics.find(name).unit, middle) + (f": {readings[0].reason}" if middle is None else "")
 
 
@@ -116,8 +115,8 @@ def _took(found: list[tuple[int, PageDistribution]]) -> Iterator[object]:
     yield len(runs[0])
     yield numbers.size(first.covered_bytes)
     shares = [[audit.pss_bytes for audit in audits] for audits in runs]
-    yield numbers.size(numbers.median(None if None in run else sum(filter(None, run)) for run in shares))
-    grown = ((node, numbers.median(run[0].shmem_growth.get(node) for run in runs)) for node in first.shmem_growth)
+    yield numbers.size(metrics.middle(None if None in run else sum(filter(None, run)) for run in shares))
+    grown = ((node, metrics.middle(run[0].shmem_growth.get(node) for run in runs)) for node in first.shmem_growth)
     yield ", ".join(f"node {node} {numbers.size(more)}" for node, more in grown) or numbers.ABSENT
     yield ", ".join(sorted({audit.policy_text for _, audit in found}))
     yield len(runs)
@@ -159,10 +158,10 @@ def _by_key(keyed: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Any]
 
 def _receipts(receipts: list[StepReceipt]) -> Iterator[object]:
     """Medians of seconds and of what grew meanwhile."""
-    yield numbers.seconds(numbers.median(receipt.seconds for receipt in receipts))
+    yield numbers.seconds(metrics.middle(receipt.seconds for receipt in receipts))
     for name in ("minor_faults", "object_pages", "mapped_pages"):
         pairs = [pair for receipt in receipts if (pair := getattr(receipt, name)) is not None]
-        yield numbers.count(numbers.median(after - before for before, after in pairs))
+        yield numbers.count(metrics.middle(after - before for before, after in pairs))
     yield len(receipts)
     yield "; ".join(dict.fromkeys(receipt.not_applicable or receipt.detail for receipt in receipts))
 
@@ -186,9 +185,9 @@ def _lines(
     distinct = {sample.distinct_bytes for sample in samples} - {None}
     shares = (f"{1 - (size or 0) / (read or 1):.1%} read again" for size in distinct)
     again = ", ".join(shares) or "repeated rows not recorded"
-    busy = numbers.median(metrics.busy_ns(sample) for sample in samples)
+    busy = metrics.middle(metrics.busy_ns(sample) for sample in samples)
     yield "source", read, busy, f"{shape}; {again}"
-    alone = numbers.median(ns for sample in samples for ns in sample.alone_ns)
+    alone = metrics.middle(ns for sample in samples for ns in sample.alone_ns)
     yield "source, nothing beside it", read, alone, "the same batches" if alone else "not recorded"
     try:
         ledger = planning.step_ledger(evidence.plan, rank)
@@ -202,7 +201,7 @@ def _lines(
     following = [("query collectives", "gather", queries)] if evidence.plan.experiment.ranks > 1 else []
     for title, name, note in (*following, *((name, name, "activations") for name in ("projection", "gate"))):
         spans = [sum(s.end - s.start for s in line.spans if s.name == name) for line in steps if line.spans]
-        yield title, getattr(ledger, name), numbers.median(spans), note
+        yield title, getattr(ledger, name), metrics.middle(spans), note
 
 
 def _range(values: Iterable[int]) -> str:
@@ -218,7 +217,7 @@ def _layers(evidence: Evidence) -> tuple[Sequence[str], Rows]:
     rows = [
         (named(layer), *(_in("ns", arm[layer]) for arm in times))
         for layer in sorted(set.intersection(*map(set, times)))
-        if max(arm[layer] for arm in times) > (1 + _LAYER) * min(arm[layer] for arm in times)
+        if max(arm[layer] for arm in times) > (1 + sweeps.SLOWER_LAYER) * min(arm[layer] for arm in times)
     ]
     return ("layers", *(f"arm {arm}" for arm in arms)), rows
 
@@ -227,10 +226,10 @@ def _swept(found: list[tuple[int, SweepSample]]) -> Iterator[object]:
     """Medians over the steps of all runs and ranks; a P95 needs 20 of them."""
     looked = [one for _, one in found if one.lookup_ns]
     steps = [ns for one in looked for ns in one.lookup_ns]
-    yield _in("ns", numbers.median(steps))
+    yield _in("ns", metrics.middle(steps))
     yield _in("ns", metrics.quantile(steps, 0.95).value)
     yield _in("B/s", sweeps.rate(looked, looked[0].peers) if looked else None)
     for name in ("exposed_ns", "main_ns"):
-        yield _in("ns", numbers.median(ns for _, one in found for ns in getattr(one, name)))
+        yield _in("ns", metrics.middle(ns for _, one in found for ns in getattr(one, name)))
     yield percent(sweeps.slowdown(one for _, one in found), numbers.ABSENT)
     yield len({index for index, _ in found})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pytest_engram.gates.comparison import interval, percent
 from pytest_engram.metrics import METRICS
@@ -22,9 +21,8 @@ def measured(effect: Effect) -> tuple[str, str]:
     return percent(effect.estimate, unit=f" {unit}"), interval(effect)
 
 
-def effects(found: Iterable[Effect]) -> str:
+def effects(found: Sequence[Effect]) -> str:
     """``lookup −3.1 % [−4.0, −2.2], …`` in one line; arms are named once there is more than one."""
-    found = tuple(found)
     several = len({each.arm for each in found}) > 1
     named = [f"{each.arm}: {each.metric}" if several else each.metric for each in found]
     return ", ".join(" ".join((name, *measured(each))).rstrip() for name, each in zip(named, found, strict=True))
@@ -49,9 +47,3 @@ def size(count: float | None) -> str:
 def count(value: float | None) -> str:
     """``6,291,456``."""
     return ABSENT if value is None else f"{value:,.0f}".replace("-", "−")
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    """The median of what is there; ``None`` of nothing."""
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None

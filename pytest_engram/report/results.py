@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pytest_engram import codec, gates
 from pytest_engram.errors import UsageError
+from pytest_engram.experiment_rules import in_order
 from pytest_engram.model import Evidence, Problem, Status, Verdict
 from pytest_engram.report import figure, numbers, terminal
 from pytest_engram.report import markdown as page
 from pytest_engram.report.account import Account, numbered
 from pytest_engram.report.records import Result, read_results
 
-Evaluate = Callable[..., Verdict]  # gates.evaluate(evidence, prior=verdicts)
 _SYSTEM = ("machine.", "backend.", "table.", "engine", "ranks")
 _RULES = ("subject", "claim", "arms", "hold", "mechanism", "no_offset", "end_to_end", "guards", "alpha", "workload",
           "serving")  # fmt: skip
 
 
-def gate_files(
-    paths: Iterable[Path | str], baseline: Path | str | None = None, require: Mapping[str, int] | None = None,
-    *, markdown: Path | None = None, evaluate: Evaluate = gates.evaluate,
+def gate_results(
+    found: list[Result], baseline: Path | str | None = None, require: Mapping[str, int] | None = None,
+    *, markdown: Path | None = None,
 ) -> tuple[list[Verdict], int, list[str]]:  # fmt: skip
-    """Evaluate the evidence in files again; returns the verdicts, the exit code and the text to print.
+    """Evaluate again what was read; returns the verdicts, the exit code and the text to print.
 
     A stored verdict that its own evidence does not give is a ``UsageError``; a verdict without evidence, and a case
     that only one side of a baseline has, is NOT_MEASURED.  Results of several files stand side by side, never pooled.
     ``require`` is what ``gates.exit_code`` takes; ``markdown`` renders the report again to that file.
     """
-    found = read_results(paths)
-    verdicts = _judge(found, evaluate)
+    verdicts = _judge(found)
     shown, evidences, alike = _apart(found, verdicts)
     lines = [*(line for verdict in shown for line in ("", *terminal.ladder(verdict))), *alike]
     if baseline is not None:
         base = read_results([baseline])
-        gaps, text = _against(zip(found, verdicts, shown, strict=True), base, Path(baseline), evaluate)
+        gaps, text = _against(zip(found, verdicts, shown, strict=True), base, Path(baseline))
         verdicts, shown, lines = verdicts + gaps, shown + gaps, lines + text
     account = Account(shown, evidences)
     if markdown is not None:
@@ -68,19 +67,22 @@ def _renamed(evidence: Evidence, name: str) -> Evidence:
     return replace(evidence, plan=replace(evidence.plan, experiment=chosen))
 
 
-def _judge(found: Sequence[Result], evaluate: Evaluate) -> list[Verdict]:
+def _judge(found: Sequence[Result]) -> list[Verdict]:
     """A verdict per result; an experiment that requires others is judged after them, of its own run or else its kin."""
+    alone: dict[int, Verdict] = {}  # by what its own run holds, as it was when the run wrote its verdicts
     done: dict[int, Verdict] = {}
-    needy = [bool(result.evidence and result.evidence.plan.experiment.requires) for result in found]
-    for number in sorted(range(len(found)), key=needy.__getitem__):
+    order = in_order(result.evidence.plan.experiment for result in found if result.evidence)
+    turn = {name: place for place, name in enumerate(order)}
+    for number in sorted(range(len(found)), key=lambda number: turn.get(found[number].experiment, 0)):
         result = found[number]
-        own = [known for other, known in done.items() if found[other].run == result.run]
+        inside = [other for other in done if found[other].run == result.run]
+        own, then = [done[other] for other in inside], [alone[other] for other in inside]
         has = {known.experiment for known in own}
         kin = [known for other, known in done.items() if known.experiment not in has and _kin(found[other], result)]
         try:
-            done[number] = _again(result, evaluate, own)
-            if kin and result.evidence:  # what other runs add, the stored verdict could not know
-                done[number] = evaluate(result.evidence, prior=own + kin)
+            done[number] = alone[number] = _again(result, then)
+            if own + kin != then and result.evidence:  # what other runs add, the stored verdict could not know
+                done[number] = gates.evaluate(result.evidence, prior=own + kin)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             seen = f"{result.experiment} cannot be judged: {error!r}"
             raise UsageError(seen, code="bad-evidence", where=str(result.run), expected="evidence of a run") from error
@@ -98,7 +100,7 @@ def _system(result: Result) -> dict[str, str]:
     return {key: value for key, value in known.items() if key.startswith(_SYSTEM)}
 
 
-def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verdict:
+def _again(result: Result, prior: Sequence[Verdict]) -> Verdict:
     """The verdict that the evidence gives now; a stored one that differs in anything that decides is refused."""
     if result.stored is not None and result.evidence is None:
         seen = f"a stored {result.stored.status.value} in {result.run} without its evidence"
@@ -106,7 +108,7 @@ def _again(result: Result, evaluate: Evaluate, prior: Sequence[Verdict]) -> Verd
         if first and result.stored.status is first.status is Status.NOT_MEASURED:  # it claims nothing: the run knew why
             return replace(unproven, gates=(replace(first, effects=()), *unproven.gates[1:]))
         return unproven
-    verdict = evaluate(result.evidence, prior=prior)
+    verdict = gates.evaluate(result.evidence, prior=prior)  # type: ignore[arg-type]  # one of the two is there
     before, after = _decisive(result.stored or verdict), _decisive(verdict)
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
@@ -137,13 +139,13 @@ def _close(old: Any, new: Any) -> bool:
 
 
 def _against(
-    now: Iterable[tuple[Result, Verdict, Verdict]], base: Sequence[Result], path: Path, evaluate: Evaluate
+    now: Iterable[tuple[Result, Verdict, Verdict]], base: Sequence[Result], path: Path
 ) -> tuple[list[Verdict], list[str]]:
     """Baseline and now side by side; two files share no schedule, so the difference is shown and not judged.
 
     ``now`` are (result, verdict, verdict under the name that is shown).
     """
-    before = {result.experiment: (result, then) for result, then in zip(base, _judge(base, evaluate), strict=True)}
+    before = {result.experiment: (result, then) for result, then in zip(base, _judge(base), strict=True)}
     gaps, lines, left_out = [], ["", f"against {path} (no common schedule: shown, not judged)"], dict(before)
     for result, verdict, shown in now:
         name = verdict.experiment

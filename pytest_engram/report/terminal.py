@@ -56,7 +56,7 @@ def can_say(verdict: Verdict) -> str:
     """The strongest statement that the verdict carries; a claim of better is the verdict's own sentence or nothing."""
     stopped = stopped_at(verdict)
     if stopped is not None:
-        return f"stopped at gate {stopped.gate} {stopped.name.replace('_', ' ')}: {stopped.reason}"
+        return f"stopped at gate {_called(stopped)}: {stopped.reason}"
     if verdict.status is not Status.PASS:
         return "stopped at no gate"
     if verdict.claim is Claim.IMPROVES:
@@ -94,6 +94,10 @@ def _header(verdict: Verdict, width: int, markup: Markup) -> str:
     return f"{left:{max(width - len(word), len(left) + 2)}}{markup(word, verdict.status)}"
 
 
+def _called(gate: GateResult) -> str:
+    return f"{gate.gate} {gate.name.replace('_', ' ')}"
+
+
 def _rung(gate: GateResult, width: int, markup: Markup, *, short: bool) -> list[str]:
     """An unjudged gate with effects is reported, not judged; a gate behind the decisive one is its status alone."""
     word, text = gate.status.value, "" if short else gate.observed
@@ -101,7 +105,7 @@ def _rung(gate: GateResult, width: int, markup: Markup, *, short: bool) -> list[
         word, text = "reported", numbers.effects(gate.effects)
     elif text and gate.threshold:
         text += f" | needs {gate.threshold}"
-    head = f"  {gate.gate} {gate.name.replace('_', ' '):12} "
+    head = f"  {_called(gate):14} "
     first, *rest = _wrap(text, " " * (len(head) + _STATUS + 1), width)
     return [f"{head}{markup(f'{word:{_STATUS}}', gate.status)} {first.lstrip()}".rstrip(), *rest]
 

@@ -23,7 +23,7 @@ from pytest_engram import codec, probe
 from pytest_engram.errors import UsageError
 from pytest_engram.model import LookupMark, Timeline
 from pytest_engram.queueing import queue_report
-from pytest_engram.report.records import read_results
+from pytest_engram.report.records import Result
 
 MOST = 200  # timelines in one written trace
 TOLERANCE_NS = 2_000  # profilers align the clocks of host and device to about a microsecond
@@ -37,11 +37,11 @@ NAMES = {
 }  # fmt: skip
 
 
-def write(path: Path, results: Iterable[Path]) -> str:
+def write(path: Path, results: Iterable[Result]) -> str:
     """Write the first marked step of every rank of every run, each from its own begin; returns what was written."""
     found = [
         (f"{result.experiment} run {run.index} arm {run.arm} rank {sample.rank}", sample.timelines[0])
-        for result in read_results(results) if result.evidence is not None
+        for result in results if result.evidence is not None
         for run in result.evidence.runs for sample in run.overlap if sample.timelines
     ]  # fmt: skip
     events = [event for pid, (title, line) in enumerate(found[:MOST], 1) for event in trace_events(pid, title, line)]

@@ -70,7 +70,7 @@ class Server:
 
     def stop(self) -> None:
         """End it; its mappings go with it."""
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -67,7 +68,9 @@ def test_every_backing_is_found(serve: Callable[..., Any], shm_name: str) -> Non
     assert found["engram"]["pages"] == {"0": 10}
     assert f"worker {server.pid}: near and remote pages are not told apart, it maps no GPU" in report["evidence"]
     if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        assert found["anonymous"]["views"][0]["huge_share"] == 1.0
+        smaps = Path(f"/proc/{server.pid}/smaps").read_text()
+        (kb,) = re.findall(r"\nSize: +65536 kB.*?AnonHugePages: +(\d+)", smaps, re.DOTALL)
+        assert found["anonymous"]["views"][0]["huge_share"] == (kb != "0")  # none: the machine had none to give
 
 
 def test_small_ordinary_memory_is_no_table(serve: Callable[..., Any]) -> None:
@@ -78,7 +81,8 @@ def test_small_ordinary_memory_is_no_table(serve: Callable[..., Any]) -> None:
 def test_looking_touches_nothing(serve: Callable[..., Any], shm_name: str) -> None:
     """K27: the target's minor faults and Rss and the object's blocks stay; one touch of its own changes both."""
     server = serve(shm_name, 4 * MIB)
-    server.touch(0, 5)
+    for _ in range(2):  # the second time has no faults of its own behind the answer
+        server.touch(0, 5)
     before, blocks = counters(server.pid), os.stat(shm_name).st_blocks
     run(server.pid, "--numa-maps")
     assert (counters(server.pid), os.stat(shm_name).st_blocks) == (before, blocks)

@@ -184,6 +184,7 @@ def test_gather_really_runs_beside_matmul(bench):
     assert min(found[EARLY]) < 0.5 * min(found[LATE])
 
 
+@pytest.mark.alone
 def test_marks_are_cheap(bench):
     """Marks cost less than 1 % of a step of 5 ms, and an unmarked step has no timeline."""
     engine, batch = bench.engine(layers=16), batches(bench, 1)[0]
@@ -214,15 +215,17 @@ def test_hanging_lookup_ends_at_the_deadline(bench):
         engine.step(batch, EARLY, marks=False)
     assert caught.value.code == "lookup-failed"
     backend.end.set()
+    engine._deadline_s = 30  # to end in
     with pytest.raises(EngramError, match="never ended"):
         engine.rows(batch, EARLY)
 
 
 def test_close_joins_the_worker_and_restores_affinity(bench):
     """An engine leaves no thread and no CPU binding behind; closed, it refuses to run."""
-    before = os.sched_getaffinity(0)
+    before, others = os.sched_getaffinity(0), set(threading.enumerate())
     engine = bench.engine()
-    worker = next(thread for thread in threading.enumerate() if thread.name == "engram-prefetch")
+    (worker,) = set(threading.enumerate()) - others
+    assert worker.name == "engram-prefetch"
     assert os.sched_getaffinity(worker.native_id) == {max(before)}
     if len(before) > 1:
         assert max(before) not in os.sched_getaffinity(0)
@@ -249,12 +252,14 @@ def test_one_cpu_works_and_says_so(bench, monkeypatch):
 
 def test_foreign_cpu_is_refused(bench):
     """CPUs that the kernel does not give are a placement error with the kernel's words, and nothing stays changed."""
-    before = os.sched_getaffinity(0), sys.getswitchinterval()
+    before, others = (os.sched_getaffinity(0), sys.getswitchinterval()), set(threading.enumerate())
     for cpus in ((min(before[0]), 100_000), (100_000, min(before[0]))):
         with pytest.raises(PlacementError, match="sched_setaffinity"):
             bench.engine(cpus=cpus)
         assert (os.sched_getaffinity(0), sys.getswitchinterval()) == before
-    assert not any(thread.name == "engram-prefetch" for thread in threading.enumerate())
+    for thread in set(threading.enumerate()) - others:
+        thread.join(30)
+        assert not thread.is_alive()
     bench.engines.clear()
 
 
@@ -348,6 +353,7 @@ def test_a_hanging_stream_ends_at_the_deadline(bench):
         engine.step(batch, StepSettings(wait="stream"), marks=False)
     assert caught.value.code == "lookup-failed"
     backend.end.set()
+    engine._deadline_s = 30  # to end in
     with pytest.raises(EngramError, match="never ended"):
         engine.rows(batch, EARLY)
 
@@ -357,7 +363,7 @@ def test_lookups_alone_have_no_main_compute(bench, settings):
     """ΣL_i of two lookups of 5 ms, without the chain."""
     engine, batch = bench.engine(SlowBackend()), batches(bench, 1)[0]
     engine._chain = None
-    assert 9_900_000 <= engine.alone_ns(batch, settings) < 100_000_000
+    assert 9_900_000 <= min(engine.alone_ns(batch, settings) for _ in range(HICCUPS)) < 100_000_000
 
 
 @pytest.mark.parametrize("layers", [(1,), (3, 1), (1, 5)])

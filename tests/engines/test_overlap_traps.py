@@ -1,6 +1,6 @@
 """Overlap measurements that lie, each by a real engine with one fault, and the gate's reason that names it.
 
-A drifting machine is caught in ``tests/gates/test_gate_reasons.py`` (``machine-drifted``), a drifting GPU timer in
+A drifting machine is caught in ``tests/gates/test_gate_2_mechanism.py`` (``machine-drifted``), a drifting GPU timer in
 ``tests/gpu/test_timeline.py``; rows that a faulty engine gets wrong are the matter of ``tests/faults``.
 """
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +45,23 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     seen: list[Any] = []
-    worlds = (("collectives", {"x": 1}, 20), ("fail", "raise", 20), ("fail", "crash", 20), ("stray", None, 20),
-              ("collectives", {"x": 2}, 20), ("fail", "sleep", 1))  # fmt: skip
+    held: list[int] = []
+    worlds = (("collectives", {"x": 1}, 60), ("fail", "raise", 60), ("fail", "crash", 60), ("stray", None, 60),
+              ("collectives", {"x": 2}, 60), ("fail", "sleep", 1))  # fmt: skip
     for entry, payload, deadline in worlds:
         events: list[Any] = []
-        group = TorchGroup(deadline, lambda *event: events.append(event))  # noqa: B023 - ends with its turn
+        group = TorchGroup(60, lambda *event: events.append(event))  # noqa: B023 - ends with its turn
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=deadline), group._ranks)  # once the ranks have met
         try:
             outcome: Any = group.run(f"{__file__}:{entry}", payload)
         except EngramError as error:
             outcome = [type(error).__name__, error.code, str(error)]
         seen.append([outcome, events])
-    Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps(seen))
-    time.sleep(3 * (group.rank == 0))  # rank 1 sleeps through its last world
+        gc.collect()
+        held.append(len(os.listdir("/proc/self/fd")))
+    Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([*seen, held]))
+    while group.rank == 0 and not Path(f"{sys.argv[1]}.1").exists():  # rank 1 sleeps through its last world
+        time.sleep(0.05)
     os._exit(0)
 
 

@@ -44,9 +44,7 @@ def _build(
 ) -> Any:  # fmt: skip
     tables = (TablePlan(ranks=tuple(range(group.size)), mode="default", nodes=()),)
     plan = PlacementPlan(policy="shared", backing=backing, tables=tables)
-    return build_table(
-        group, plan, nbytes, register=lambda table: pin(table.buffer, cudart=cudart), order=order, threads=1
-    )
+    return build_table(group, plan, nbytes, register=lambda table: pin(table.buffer, cudart=cudart), order=order)
 
 
 def _subclass(**methods: Any) -> Callable[[Any], None]:

@@ -28,6 +28,7 @@ from pytest_engram.model import (
     ServingSample,
     Slo,
     Span,
+    Status,
     TablePlan,
     Timeline,
     Topology,
@@ -278,3 +279,22 @@ def lab():
 def change():
     """See :func:`change_runs`."""
     return change_runs
+
+
+@pytest.fixture
+def reached(lab):
+    """A check that the evidence which ``build(lab, change)`` gives stops at its gate, with its reason and a way out."""
+
+    def check(code, gate, build):
+        verdict = gates.evaluate(build(lab, change_runs))
+        result = verdict.gates[gate]
+        assert (result.reason, result.status) == (code, gates.REASONS[code][0])
+        before = [earlier for earlier in verdict.gates[:gate] if earlier.judged]
+        assert code == "earlier-gate" or all(earlier.status is Status.PASS for earlier in before)
+        if result.judged and result.status is not Status.PASS and code != "earlier-gate":
+            assert verdict.status is result.status
+            assert all(later.reason == "earlier-gate" for later in verdict.gates[gate + 1 :])
+        if result.status is not Status.PASS:
+            assert result.next_step
+
+    return check

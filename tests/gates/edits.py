@@ -1,4 +1,4 @@
-"""Ways to break one run of synthetic evidence, loaded by its tests: each gives a function of a run."""
+"""Ways to break synthetic evidence, loaded by the tests of the gates: most give a function of a run."""
 
 from dataclasses import replace
 
@@ -88,3 +88,32 @@ def timed(**fields):
         return replace(run, overlap=tuple(overlap))
 
     return change
+
+
+def is_b(run):
+    return run.arm == "B"
+
+
+def b_runs_as_a(change, evidence):
+    """The marked steps of B are A's own."""
+    base = next(run for run in evidence.runs if run.arm == "A")
+    return change(evidence, edit(overlap=base.overlap), is_b)
+
+
+def placed(lab, **kw):
+    """A sound A3: the far rank gains by a copy of its own."""
+    return lab.evidence("A3", effects={"B": {"goodput": 0.1}}, by_rank={"B": {1: -0.3}}, **kw)
+
+
+def cases():
+    """A table of cases, and the decorator that puts a function (lab, change) -> Evidence under its reason into it."""
+    found = {}
+
+    def reason(code, gate):
+        def keep(build):
+            found[f"{code}:{build.__name__}"] = (code, gate, build)
+            return build
+
+        return keep
+
+    return found, reason

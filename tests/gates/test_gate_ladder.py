@@ -401,14 +401,15 @@ def test_protocol_hash_covers_the_rules(lab, change_of):
     """Whatever decides is in the hash; prose is not."""
     chosen = lab.experiment("B1")
     other = replace(chosen, **{change_of: 9 if change_of == "blocks" else 0.02})
-    one = gates.protocol_hash(chosen, 1, {})
-    assert one != gates.protocol_hash(other, 1, {})
-    assert one != gates.protocol_hash(chosen, 2, {})
-    assert one != gates.protocol_hash(chosen, 1, {"rows": 5})
-    assert one == gates.protocol_hash(replace(chosen, why="because", source="elsewhere"), 1, {})
+    plan = lab.plan(chosen)
+    assert plan.protocol_hash == gates.plan_hash(plan)
+    changed = [{"experiment": other}, {"seed": 1}, {"rows": 5}, {"engine": "cuda"}, {"backends": {"A": "x"}}]
+    assert plan.protocol_hash not in {gates.plan_hash(replace(plan, **fields)) for fields in changed}
+    reworded = replace(plan, experiment=replace(chosen, why="because", source="elsewhere"))
+    turned = replace(plan, backends=dict(reversed(plan.backends.items())))
+    assert plan.protocol_hash == gates.plan_hash(reworded) == gates.plan_hash(turned)
     with pytest.raises(ValueError, match="Out of range"):
-        gates.protocol_hash(chosen, 1, {"rows": math.nan})
-    assert gates.protocol_hash(chosen, 1, {"a": 1, "b": 2}) == gates.protocol_hash(chosen, 1, {"b": 2, "a": 1})
+        gates.plan_hash(replace(plan, rows=math.nan))
 
 
 def test_drift_over_random_blocks_is_harmless(lab, change):

@@ -296,6 +296,23 @@ def test_what_may_not_be_judged_decides_nothing(lab, change, number):
         assert (found.outcome, word in found.lines[0]) == ("undecided", True)
 
 
+def test_what_was_not_recorded_is_called_absent(lab, change):
+    """Hypothesis 4: without spans of the layers nothing is shown of them, and the line says that they are absent."""
+    evidence = lab.evidence("B2", arms={"A": {"cap": None}, "B16": {"cap": 16}}, effects={"B16": STEAL})
+    bare = change(evidence, lambda run: over_timelines(run, lambda line: replace(line, spans=())))
+    found = asked(bare, 4)
+    assert (found.outcome, "layers up to the last consumer absent" in found.lines[0]) == ("undecided", True)
+    assert "absent" not in asked(evidence, 4).lines[0]
+
+
+def test_what_voids_timings_is_found_once(lab, monkeypatch):
+    """Hypotheses 3 and 4 ask the same of B1's timings; its comparisons are made for the first one."""
+    evidence, asked_for, validity = lab.evidence("B1"), [], sweeps.validity
+    monkeypatch.setattr(sweeps, "validity", lambda case: asked_for.append(case) or validity(case))
+    hypotheses.adjudicate([evidence], [gates.evaluate(evidence)])
+    assert len(asked_for) == 1
+
+
 def advised(evidence):
     """The recommendation or None, and the line that stands in the report."""
     line = recommendation.advice(evidence, gates.evaluate(evidence))

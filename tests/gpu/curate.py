@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pytest_engram.report.results import gate_files
+from pytest_engram.report.records import read_results
+from pytest_engram.report.results import gate_results
 
 PRIVATE = ("cgroup.paths", "namespace.", "hostname")  # of provenance
 
@@ -46,7 +47,7 @@ def main() -> None:
     kept = options.out / f"evidence-{name}.json.gz"
     text = json.dumps(evidence, ensure_ascii=False, separators=(",", ":")).encode()
     kept.write_bytes(gzip.compress(text, mtime=0))
-    _, code, lines = gate_files([kept], None, {}, markdown=options.out / f"{name}.md")
+    _, code, lines = gate_results(read_results([kept]), markdown=options.out / f"{name}.md")
     print("\n".join(lines[-3:]), code)
 
 

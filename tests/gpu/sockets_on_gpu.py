@@ -35,7 +35,7 @@ from pytest_engram import hypotheses, metrics, planning, sweeps
 from pytest_engram.errors import NotMeasurable
 from pytest_engram.model import Evidence, SweepSample, Verdict
 from pytest_engram.report.records import Result, read_results
-from pytest_engram.report.results import gate_files
+from pytest_engram.report.results import gate_results
 from pytest_engram.report.terminal import ladder, stopped_at
 from pytest_engram.schedule import base_arm
 
@@ -206,7 +206,7 @@ def gate(call: Call) -> Lines:
     run = call.options.out / "run"
     if not run.exists():
         raise NotMeasurable("no experiment left a result", code="no-results")
-    verdicts, code, lines = gate_files([run])
+    verdicts, code, lines = gate_results(read_results([run]))
     (call.options.out / "gate.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     evidences = [result.evidence for result in read_results([run]) if result.evidence is not None]
     short = [line for line in lines if line.startswith("hypotheses")]

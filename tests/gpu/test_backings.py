@@ -7,7 +7,9 @@ import gc
 import json
 import mmap
 import os
+import re
 import runpy
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from pytest_engram.engines import backings
 from pytest_engram.engines.backings import CUDA_BACKINGS, CuMem, Pinned
 from pytest_engram.errors import EngramError, NotMeasurable, PlacementError, UsageError
 from pytest_engram.gpu import registration
-from pytest_engram.gpu.cumem import Driver, receive
+from pytest_engram.gpu.cumem import Driver, offer, receive
 from pytest_engram.gpu.registration import covering, register
 from pytest_engram.gpu.views import device_view
 from pytest_engram.model import Moment, PlacementPlan, TablePlan
@@ -209,7 +211,7 @@ def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
     """The leader's descriptor reaches a peer by socket; both see each other's writes; it ends with the leader."""
     leader, peer = CuMem(NBYTES), CuMem(NBYTES)
     leader.ask(placement("cumem").tables[0])
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     handle = leader.create()
     peer.attach(handle)
     for one in (leader, peer):
@@ -221,12 +223,33 @@ def test_a_peer_imports_the_same_memory(cuda: Libcuda) -> None:
     leader.close()
     for thread in threading.enumerate():
         if thread.name == "engram-cumem":
-            thread.join(5)
-    assert threading.active_count() == threads
+            thread.join(30)
+    assert set(threading.enumerate()) <= threads
     with pytest.raises(PlacementError, match="network namespace") as caught:
         receive(handle["path"])
     assert caught.value.code == "peer-object-unreachable"
     peer.close()
+
+
+def test_a_peer_that_goes_away_ends_no_offer() -> None:
+    """A peer that hangs up before it has the descriptor leaves the offer to the others."""
+    descriptor = os.memfd_create("offered")
+    listener = offer(descriptor)
+    name = listener.getsockname().decode()
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.connect(name)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(5)  # of an offer that has ended nobody would hear
+    try:
+        received = receive(name)
+    finally:
+        socket.setdefaulttimeout(before)
+    assert os.fstat(received).st_ino == os.fstat(descriptor).st_ino
+    for each in (descriptor, received):
+        os.close(each)
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def test_every_variant_of_sharing_is_tried_and_undone(cuda: Libcuda) -> None:
@@ -319,6 +342,19 @@ def test_pinned_is_allocated_under_the_plans_policy(cuda: Libcuda, monkeypatch: 
     table.close()
 
 
+def test_a_failed_allocation_undoes_the_policy(cuda: Libcuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no pinned memory to give, the task's own policy is in force again."""
+
+    def allocate(_nbytes: int) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Pinned, "allocate", staticmethod(allocate))
+    before = _syscalls.get_mempolicy()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        build_table(SoloGroup(), placement("pinned"), NBYTES)
+    assert _syscalls.get_mempolicy() == before != ("bind", (NODE,))
+
+
 def test_only_an_asked_for_backing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the absence is named; other names stay what they are; unknown until installed."""
     monkeypatch.setattr(registration, "_absence", lambda: ("no-gpu", "the driver shows no GPU", "pass it"))
@@ -337,7 +373,7 @@ def test_reserved_pages_are_given_back(tmp_path: Path) -> None:
     pool.write_text("3\n")
     with suppress(KeyError), reserved(pool, (2 << 20) + 1) as told:
         assert pool.read_text() == "5"
-        assert told.startswith("2 MiB page pool: 3 before, 5 for this run, in 0.")
+        assert re.match(r"2 MiB page pool: 3 before, 5 for this run, in \d+\.", told)
         raise KeyError
     assert pool.read_text() == "3\n"
 

@@ -31,7 +31,7 @@ raise SystemExit(script["main"](sys.argv[1:]))
 """
 QUICK = "-c \"import pathlib, sys; pathlib.Path(r'{out}', 'found').write_text('7'); print('done'); sys.exit(3)\""
 SLOW = '-c "import os, time; print(os.getpid(), flush=True); time.sleep(60)"'
-TIDY = """-c "
+TIDY = """-I -S -c "
 import pathlib, time
 try:
     time.sleep(60)
@@ -60,7 +60,7 @@ def packed(out: Path, job: str) -> set[str]:
 def test_a_cut_call_loses_the_running_job_only(tmp_path: Path) -> None:
     """SIGKILL in the second job: the first's record, report and log are whole, and of the second the log so far."""
     session, log = (
-        start(tmp_path, ("first", 9, QUICK), ("second", 99, SLOW), ("third", 9, QUICK)),
+        start(tmp_path, ("first", 40, QUICK), ("second", 99, SLOW), ("third", 40, QUICK)),
         tmp_path / "second.log",
     )
     while not (log.exists() and log.read_text().endswith("\n")):
@@ -77,20 +77,20 @@ def test_a_cut_call_loses_the_running_job_only(tmp_path: Path) -> None:
 
 def test_a_job_over_its_time_is_interrupted_and_the_next_runs(tmp_path: Path) -> None:
     """It may write what it has; one that does not fit any more is NOT_RUN with the reason; the exit code tells."""
-    session = start(tmp_path, ("tidy", 1, TIDY), ("quick", 1, QUICK), ("long", 999, QUICK))
+    session = start(tmp_path, ("tidy", 4, TIDY), ("quick", 40, QUICK), ("long", 999, QUICK))
     told = session.communicate()[0]
     assert session.returncode == 1, told
     found = records(tmp_path)
-    assert re.fullmatch(r"stopped after 2 s, then exit code 0", found["tidy"]["exit"])
+    assert re.fullmatch(r"stopped after 6 s, then exit code 0", found["tidy"]["exit"])
     assert packed(tmp_path, "tidy") == {"tidy/partly", "tidy.log"}
     assert (found["quick"]["exit"], found["long"]["exit"]) == (3, "NOT_RUN")
-    assert re.fullmatch(r"takes 999 s, 29\d s are left", found["long"]["reason"])
+    assert re.fullmatch(r"takes 999 s, 2\d\d s are left", found["long"]["reason"])
     assert not (tmp_path / "long.log").exists()
 
 
 def test_an_own_exit_code_is_no_failure_of_the_call(tmp_path: Path) -> None:
     """A verdict's exit code is the reader's: the call ended as it should."""
-    session = start(tmp_path, ("quick", 1, QUICK))
+    session = start(tmp_path, ("quick", 40, QUICK))
     session.communicate()
     assert (session.returncode, records(tmp_path)["quick"]["exit"]) == (0, 3)
 

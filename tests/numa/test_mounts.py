@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,8 @@ def test_an_unpatched_engine_obeys_the_mount() -> None:
 
 def test_other_users_of_the_machines_mount_are_reported() -> None:
     """A process that maps a file there is named by its pid; the private mount does not hide that it exists."""
-    with open("/dev/shm/pytest-engram-other", "w+b") as file:
-        os.unlink(file.name)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(4096)
-        import mmap
-
         with mmap.mmap(file.fileno(), 4096):
             ranks = world("in_a_private_mount")
     assert all(str(os.getpid()) in rank["told"].partition("mapped by")[2] for rank in ranks)

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 from pytest_engram.errors import NotMeasurable, PlacementError
-from pytest_engram.model import Moment, PageDistribution
-from pytest_engram.numa import _syscalls, pages
+from pytest_engram.model import Moment, NumaNode, PageDistribution, Topology
+from pytest_engram.numa import _syscalls, capacity, pages, policy_calls
 from pytest_engram.numa.backing import BACKINGS, Backing, Memfd
 
 SIZE = 64 * 4096
+FULL = NumaNode(id=0, cpus=(0,), memory_bytes=8 << 30, free_bytes=4096, reclaimable_bytes=0, distances={0: 10})
 
 
 @pytest.fixture
@@ -45,19 +46,19 @@ def audit(backing: Backing, *, offset: int = 0, nbytes: int = SIZE, identity: st
     )
 
 
-def test_looking_touches_nothing(memfd: Backing) -> None:
+def test_looking_touches_nothing() -> None:
     """K27: an audit of untouched pages allocates none and says ENOENT, never node 0."""
-    with closing(Memfd(SIZE)) as other:  # takes the faults of memory that an earlier test gave back
-        other.create()
-        other.map()
-        audit(other)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    seen = audit(memfd)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert (seen.pages, seen.unplaced, seen.covered_bytes) == ({}, {"ENOENT": 64}, SIZE)
-    assert memfd.allocated_bytes == 0
-    assert pages.sum_kb(pages.mapped_vmas(memfd.address, SIZE), pages.MAPPED) == 0
-    assert faults < 64, faults  # the interpreter's own; one per page would be 64 or more
+    count = 16_384
+    with closing(Memfd(count * 4096)) as large:
+        large.create()
+        large.map()
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        seen = audit(large, nbytes=large.nbytes)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert (seen.pages, seen.unplaced, seen.covered_bytes) == ({}, {"ENOENT": count}, large.nbytes)
+        assert large.allocated_bytes == 0
+        assert pages.sum_kb(pages.mapped_vmas(large.address, large.nbytes), pages.MAPPED) == 0
+    assert faults < count, faults  # the interpreter's own: what earlier tests gave back, this process's long smaps
 
 
 def test_partly_resident_tables_are_counted_exactly(memfd: Backing) -> None:
@@ -141,7 +142,7 @@ def test_a_forbidden_query_names_the_capability(memfd: Backing, monkeypatch: pyt
     "numbers", [[], [-2] * 3, [0] * 5, [1, 0, 3, 1], [0, -2, 5, -14], [300, 1, 300], [255, 255, 256]]
 )
 def test_fast_and_plain_counting_agree(numbers: list[int]) -> None:
-    """Counting by bytes equals counting one by one, with errors and with nodes above 255 too."""
+    """Counting what is all one equals counting one by one, with errors and with nodes above 255 too."""
     status = struct.pack(f"{len(numbers)}i", *numbers)
     assert pages._count_statuses(status) == collections.Counter(numbers)
 
@@ -226,18 +227,40 @@ def test_private_tables_do_not_merge_with_neighbours() -> None:
 
 def test_probe_proves_by_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     """K2, K5: the probe passes here, and a sandbox whose mbind does nothing is found out by the page's place."""
-    assert _syscalls.probe_mbind() is None
-    assert "EINVAL" in str(_syscalls.probe_mbind((1000,)))
+    assert policy_calls.probe_calls()["mbind"] == "works"
+    with monkeypatch.context() as absent:
+        absent.setattr(_syscalls, "mems_allowed", lambda: (0, 1000))
+        assert "EINVAL" in policy_calls.probe_calls()["mbind"]
     monkeypatch.setattr(_syscalls, "mbind", lambda *_: None)
-    monkeypatch.setattr(_syscalls, "page_status", lambda *_: struct.pack("i", 0))
-    assert "a page bound to node 5 is answered with status 0" in str(_syscalls.probe_mbind((5,)))
+    monkeypatch.setattr(_syscalls, "page_status", lambda *_: struct.pack("i", 5))
+    assert "a page bound to node 0 is answered with status 5" in policy_calls.probe_calls()["mbind"]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("live_memory", Topology(nodes=(FULL,), sockets={}), "NUMA node 0 has, less its reserve, 0"),
+        ("cgroup_free", 100, "the memory cgroup has 100"),
+    ],
+)
+def test_the_probe_touches_no_page_that_could_wake_the_oom_killer(
+    monkeypatch: pytest.MonkeyPatch, name: str, answer: Any, said: str
+) -> None:
+    """K19: without room to spare it is unknown, with the reason, whether mbind works; no page is touched or asked."""
+    monkeypatch.setattr(capacity, name, lambda: answer)
+    asked, honest = [], _syscalls.page_status
+    monkeypatch.setattr(_syscalls, "page_status", lambda *words: (asked.append(words), honest(*words))[1])
+    found = policy_calls.probe_calls()["mbind"]
+    assert found.startswith("unknown, no page was touched: ")
+    assert said in found
+    assert asked == [(0, (0,))], "only the probe of move_pages itself"
 
 
 def test_every_policy_call_is_probed_by_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     """K1, K2: all calls work here; one that is refused is named alone with its way out; this thread's policy stays."""
     _syscalls.set_mempolicy(_syscalls.MPOL_BIND, (0,))
     try:
-        assert set(_syscalls.probe_calls().values()) == {"works"}
+        assert set(policy_calls.probe_calls().values()) == {"works"}
         assert _syscalls.get_mempolicy() == ("bind", (0,))
     finally:
         _syscalls.set_mempolicy(_syscalls.MPOL_DEFAULT, ())
@@ -249,7 +272,7 @@ def test_every_policy_call_is_probed_by_doing(monkeypatch: pytest.MonkeyPatch) -
         return honest(name, *arguments)
 
     monkeypatch.setattr(_syscalls, "_call", refuse)
-    found = _syscalls.probe_calls()
+    found = policy_calls.probe_calls()
     assert "--cap-add SYS_NICE" in found.pop("set_mempolicy")
     assert set(found.values()) == {"works"}
 

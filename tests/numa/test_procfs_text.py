@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_engram.errors import EngramError
@@ -123,6 +123,7 @@ def test_the_last_mount_hides_earlier_ones() -> None:
     assert procfs.mount_of("/x", ()) is None
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.frozensets(st.integers(0, 300)))
 def test_lists_round_trip(numbers: frozenset[int]) -> None:
     """Any set of CPUs written in the kernel's list format is read back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_engram.codec import from_builtins
 from pytest_engram.errors import NotMeasurable, PeerError, PlacementError, UsageError
 from pytest_engram.model import Moment, PageDistribution, PlacementPlan, StepReceipt, TablePlan
 from pytest_engram.numa import _syscalls, pages, populate
+from pytest_engram.numa import backing as backings
 from pytest_engram.numa.backing import BACKINGS
 from pytest_engram.numa.group import SoloGroup
 from pytest_engram.numa.table import build_table
@@ -105,12 +107,25 @@ def test_private_backing_gives_each_rank_its_own_huge_pages(world: Any) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_killed_at_any_step_is_named_to_all(world: Any, step: str, rank: int) -> None:
-    """kill -9 of leader or peer at any step: the others raise one text within 5 s and nothing is left behind."""
+    """kill -9 of leader or peer at any step: the others raise one text, not by the deadline, and nothing is left."""
+    kill(world, step, rank)
+    assert world.seconds_until_told < 100
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("step", ["create", "barrier", "replay"])
+def test_a_killed_rank_is_told_within_five_seconds(world: Any, step: str) -> None:
+    """How long the others wait for the news, with nothing beside it."""
+    kill(world, step, 1)
+    assert world.seconds_until_told < 5
+
+
+def kill(world: Any, step: str, rank: int) -> None:
+    """Kill -9 one of three ranks at a step."""
     with pytest.raises(PeerError) as caught:
-        world("protocol", ranks=3, register=True, deed="kill", step=step, rank=rank)
+        world("protocol", ranks=3, register=True, deed="kill", step=step, rank=rank, deadline_s=120)
     assert str(caught.value) == f"rank {rank}, step {step!r}: it was killed by SIGKILL"
     assert world.told == {other: str(caught.value) for other in range(3) if other != rank}
-    assert world.seconds_until_told < 5
     assert world.survivors == []
 
 
@@ -132,8 +147,8 @@ def test_an_error_at_any_step_is_told_to_all(world: Any, step: str) -> None:
 
 def test_a_hanging_rank_meets_the_deadline(world: Any) -> None:
     """A rank that hangs in a step is named with that step once the deadline is over."""
-    with pytest.raises(PeerError, match=r"rank 1 \(step 'register'\): nothing was heard for 1 s") as caught:
-        world("protocol", deadline_s=1, deed="hang", step="register", rank=1)
+    with pytest.raises(PeerError, match=r"rank 1 \(step 'register'\): nothing was heard for 5 s") as caught:
+        world("protocol", deadline_s=5, deed="hang", step="register", rank=1)
     assert caught.value.code == "peer-deadline"
     assert world.told == {0: str(caught.value)}
     assert world.survivors == []
@@ -189,20 +204,43 @@ def test_progress_covers_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress counts up to the whole table, chunk by chunk, and an error in it stops the build."""
     monkeypatch.setattr(populate, "CHUNK_BYTES", 1 << 20)
     seen: list[tuple[int, int]] = []
-    build_table(SoloGroup(), plan(), (3 << 20) + 1, progress=lambda *pair: seen.append(pair), threads=1).close()
+    build_table(SoloGroup(), plan(), (3 << 20) + 1, progress=lambda *pair: seen.append(pair)).close()
     assert seen == [(done, (3 << 20) + 4096) for done in (1 << 20, 2 << 20, 3 << 20, (3 << 20) + 4096)]
 
 
-@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "anon-thp"])
-def test_every_thread_takes_chunks_and_no_page_is_left_out(monkeypatch: pytest.MonkeyPatch, backing: str) -> None:
-    """All allowed CPUs up to 16 share the chunks; the receipt tells how many; every page is resident afterwards."""
-    for cpus, threads in ((3, 3), (64, 16)):
+@pytest.mark.parametrize(("backing", "most"), [("tmpfs", 8), ("memfd", 8), ("anon-thp", 16)])
+def test_every_thread_takes_chunks_and_no_page_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, backing: str, most: int
+) -> None:
+    """All allowed CPUs share the chunks, up to 8 for new small pages and 16 for huge ones; the receipt tells how many;
+    every page is resident afterwards.
+    """
+    for cpus, threads in ((3, 3), (64, most)):
         monkeypatch.setattr(populate.os, "sched_getaffinity", lambda _pid, cpus=cpus: set(range(cpus)))
         table = build_table(SoloGroup(), plan(backing=backing), 33 << 20)
         (detail,) = [one.detail for one in table.receipts if one.step == "populate"]
         assert detail.startswith(f"populate_write by {threads} threads")
         assert table.distributions[0].pages == {0: table.backing.nbytes // 4096}
         table.close()
+
+
+@pytest.mark.parametrize(
+    ("huge", "small"), [("always", False), ("within_size", False), ("never", True), ("advise", True), ("default", True)]
+)
+def test_new_small_pages_take_fewer_threads(monkeypatch: pytest.MonkeyPatch, huge: str, *, small: bool) -> None:
+    """A tmpfs whose mount gives huge pages is written by 16 threads, any other by 8; to map what is there takes 16."""
+    monkeypatch.setattr(populate.os, "sched_getaffinity", lambda _pid: set(range(64)))
+    monkeypatch.setattr(backings.procfs.Mount, "option", lambda _self, _name: huge)
+    with closing(BACKINGS["tmpfs"](1 << 20)) as one:
+        one.create()
+        one.map()
+        ways = [populate.populate(one, lambda *_: None, write=write) for write in (True, False)]
+    assert ways == [f"populate_write by {8 if small else 16} threads", "populate_read by 16 threads"]
+
+
+def test_the_page_pool_is_huge() -> None:
+    """hugetlb's pages are huge whatever any mount says, memfd's are not known to be."""
+    assert (BACKINGS["hugetlb"].huge, BACKINGS["memfd"].huge) == (True, False)
 
 
 @pytest.mark.parametrize(("refusals", "said"), [(0, "done"), (2, "done"), (3, "EAGAIN")])

@@ -84,7 +84,7 @@ def test_files_are_what_the_script_writes(tmp_path: Path, golden: dict[str, Any]
         "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import make_golden; "
         "make_golden.GOLDEN = pathlib.Path(sys.argv[2]); make_golden.main()"
     )
-    subprocess.run([sys.executable, "-c", code, str(here), str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(here), str(tmp_path)], check=True, timeout=600)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.json" for name in golden)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (GOLDEN / path.name).read_bytes()

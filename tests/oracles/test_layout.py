@@ -26,9 +26,9 @@ def test_scaled_primes_follow_the_contract(scalar: Any, rows: int) -> None:
 @pytest.mark.parametrize("rows", [10**4, 10**5, 10**6, 10**7, 10**8])
 def test_for_rows_is_close_and_fast(rows: int) -> None:
     """A scaled-down table never exceeds the rows that were asked for, comes close, and takes milliseconds."""
-    begin = time.perf_counter()
+    begin = time.thread_time()  # its own work, whatever else runs
     layout = EngramLayout.for_rows(rows)
-    assert time.perf_counter() - begin < 1
+    assert time.thread_time() - begin < 1
     assert layout.num_embeddings == (layout.rows(0), layout.rows(1))
     assert rows * 0.95 <= max(layout.num_embeddings) <= rows
 

@@ -47,7 +47,7 @@ def _python(folder, *arguments):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # not xdist's worker
     environment = {**clean, "PYTHONPATH": ROOT}
     return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
         check=False,
     )  # fmt: skip
 

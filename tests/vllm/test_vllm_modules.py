@@ -1,6 +1,7 @@
 """vLLM's own kernels against the oracles: what the check set does not reach, and what the two of them disagree on."""
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -118,8 +119,13 @@ def test_launch_is_the_engines_own_arithmetic(vllm_backend, shard):
         vllm_backend.lookup(shard, ids, out, cap=0)
 
 
-def test_lookup_keeps_no_memory_of_the_table(vllm_backend, layout):
-    """A shared table must be unmappable after a lookup: nothing but the interpreter's garbage refers to it."""
+def _out_of_memory(*_: object, **__: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lookup_keeps_no_memory_of_the_table(vllm_backend, layout, fails, monkeypatch):
+    """A shared table must be unmappable after a lookup, or a failed one: only interpreter garbage refers to it."""
     import gc
     import mmap
 
@@ -127,7 +133,10 @@ def test_lookup_keeps_no_memory_of_the_table(vllm_backend, layout):
     mapping = mmap.mmap(-1, count * 33)
     both = np.frombuffer(mapping, np.uint8)
     shard = TableShard(both[: count * 32].reshape(-1, 32), both[count * 32 :, None], 0, count, 0, 24, 24)
-    vllm_backend.lookup(shard, np.zeros((1, 24), np.int32), np.empty((1, 24, 32), np.uint16))
+    if fails:
+        monkeypatch.setattr(vllm_backend.engine.get("ParallelEngramEmbedding"), "lookup", _out_of_memory)
+    with suppress(MemoryError):
+        vllm_backend.lookup(shard, np.zeros((1, 24), np.int32), np.empty((1, 24, 32), np.uint16))
     del both, shard
     gc.collect()  # Triton's interpreter leaves reference cycles
     mapping.close()  # BufferError if a view were alive

@@ -51,6 +51,34 @@ def test_cached_version_and_fetched_folder_give_the_same_receipt(wheel, tmp_path
     assert vllm_source.locate(str(wheel), cache) == first
 
 
+def test_two_processes_may_extract_at_once(wheel, tmp_path, monkeypatch):
+    """Of two that extract one wheel side by side the slower takes what the other kept, and leaves nothing beside it."""
+    own, overtaken, cache = vllm_source._source, [], tmp_path / "cache"
+
+    def late(root, *rest):
+        if not overtaken:
+            overtaken.append(root)
+            vllm_source.extract(wheel, cache)  # the other process, from its begin to its end
+        return own(root, *rest)
+
+    monkeypatch.setattr(vllm_source, "_source", late)
+    found = vllm_source.extract(wheel, cache)
+    assert [path.name for path in cache.iterdir()] == ["vllm-9.9.9"] == [found.root.name]
+    assert overtaken[0].parent.parent == cache  # it had a folder of its own meanwhile
+
+
+def test_another_wheel_of_a_kept_version_is_refused(wheel, tmp_path):
+    """A wheel with other bytes than those that were kept of its version is named, and the kept files do not run."""
+    cache, other = tmp_path / "cache", tmp_path / "other" / wheel.name
+    vllm_source.extract(wheel, cache)
+    other.parent.mkdir()
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr(COMMON, "DEAD_ID = 0\n")
+    with pytest.raises(EngramError, match=r"not those of .*other") as caught:
+        vllm_source.locate(str(other), cache)
+    assert caught.value.code == "engine-other-wheel"
+
+
 def test_changed_file_is_refused(wheel, tmp_path):
     """A cached file that differs from its receipt is named and not run."""
     source = vllm_source.extract(wheel, tmp_path)
