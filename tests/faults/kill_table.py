@@ -49,10 +49,10 @@ def run(name: str, seed: int, *, whole: bool) -> Kill:
 
     A consumer that waits for too much is expected here, so nobody waits long for it.
     """
-    with patch.object(bench, "_DEADLOCK_S", 0.5), patch.object(storage, "_DELAY_S", 2.0):
+    with patch.object(bench, "_DEADLOCK_S", 0.5):
         if (kill := _run(name, seed, whole=whole)).killed:
             return kill
-        with patch.object(bench, "_DELAY_S", 2.0):
+        with patch.object(bench, "_DELAY_S", 2.0), patch.object(storage, "_DELAY_S", 2.0):
             return _run(name, seed, whole=whole)
 
 
