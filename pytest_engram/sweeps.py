@@ -33,9 +33,8 @@ class Judged(Case):
 
     @cached_property
     def _void(self) -> str | None:
-        found = self.compare_all(
-            [MetricRule(metric=name, direction="down") for name in _SPOKEN_OF], self.candidates[:1]
-        )
+        rules = [MetricRule(metric=name, direction="down") for name in _SPOKEN_OF]
+        found = self.compare_all(rules, self.candidates[:1])
         spoken = [one for one in found if not one.absent]
         fault = next(validity(self), None) or next(unusable(spoken, self.experiment.aa_level), None)
         return f"{fault.reason}: {fault.observed}" if fault else None

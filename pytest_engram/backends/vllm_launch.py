@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -49,8 +49,9 @@ class VllmLaunch:
         """vLLM's ``can_share_engram_tables``."""
         decide = self.engine.get("can_share_engram_tables")
         layout = SimpleNamespace(num_embeddings=(nbytes // 33,), head_dim=32)
-        with self._one_of(replicas), mock.patch.dict(decide.__globals__, SHM_PATH=shm):
-            return bool(decide(layout))
+        with self._one_of(replicas):
+            own = decide.__globals__  # another path in a copy: the engine's module stays as it is
+            return bool(FunctionType(decide.__code__, own | {"SHM_PATH": type(own["SHM_PATH"])(shm)})(layout))
 
     def elsewhere(self, *_: Any, **__: Any) -> Any:
         """What vLLM decides outside its Engram files, which are all that the light way loads."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from pytest_engram.errors import UsageError
+from pytest_engram.errors import NotMeasurable, UsageError
 from pytest_engram.model import PlacementPlan, TablePlan
 from pytest_engram.numa import _syscalls, capacity
 
@@ -32,7 +32,7 @@ def _attempt(act: Callable[[], object]) -> str:
         answer = act()
     except OSError as error:
         return str(_syscalls.refused(error, "probe"))
-    except UsageError as error:  # a bound page that finds no room wakes the OOM killer
+    except (UsageError, NotMeasurable) as error:  # a bound page that finds no room wakes the OOM killer
         return f"unknown, no page was touched: {error.seen}"
     return answer if isinstance(answer, str) else "works"
 

@@ -19,18 +19,29 @@ from pytest_engram.report.records import read_results
 from pytest_engram.report.results import gate_results
 
 PRIVATE = ("cgroup.paths", "namespace.", "hostname")  # of provenance
+STAMPED = "machine."  # how a run's fingerprint names the same
 
 
 def curated(evidence: dict[str, Any]) -> dict[str, Any]:
-    """The evidence without private provenance; the experiment's file is named from the repository's root."""
-    kept = {name: value for name, value in evidence["provenance"].items() if not name.startswith(PRIVATE)}
-    kernel = {"kernel": {**kept["kernel"], "value": kept["kernel"]["value"].partition("-")[0]}}
+    """The evidence without private lines, in its provenance and in its runs; the experiment's file by its own name."""
     experiment = evidence["plan"]["experiment"]
-    source = "fixtures" + experiment["source"].rpartition("fixtures")[2]
+    inside = experiment["source"].rpartition("fixtures/")
+    source = "".join(inside[1:]) if inside[1] else Path(experiment["source"]).name
     return {
-        **evidence, "provenance": kept | kernel,
+        **evidence, "provenance": public(evidence["provenance"]),
         "plan": {**evidence["plan"], "experiment": {**experiment, "source": source}},
+        "runs": [{**run, "fingerprint": public(run["fingerprint"])} for run in evidence["runs"]],
     }  # fmt: skip
+
+
+def public(lines: dict[str, Any]) -> dict[str, Any]:
+    """Without the private ones, and the kernel's version without its builder's suffix."""
+    kept = {name: value for name, value in lines.items() if not name.removeprefix(STAMPED).startswith(PRIVATE)}
+    if isinstance(kernel := kept.get("kernel"), dict):
+        kept["kernel"] = {**kernel, "value": kernel["value"].partition("-")[0]}
+    if stamp := kept.get(f"{STAMPED}kernel"):
+        kept[f"{STAMPED}kernel"] = stamp.partition("-")[0]
+    return kept
 
 
 def main() -> None:

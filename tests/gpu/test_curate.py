@@ -11,10 +11,12 @@ PRIVATE = {"cgroup.paths": {"value": {"unified": "/job/17"}}, "namespace.pid": {
 
 
 def test_private_lines_go_and_the_verdict_stays(tmp_path):
-    """A real run with private provenance comes out as the committed file and as a report."""
+    """A real run with private provenance and fingerprints comes out as the committed file and as a report."""
     source = ROOT / "reports/h200/variants/evidence-B1-wait.json.gz"
     tree = json.loads(gzip.decompress(source.read_bytes()))
     tree["provenance"] |= {**PRIVATE, "kernel": {**tree["provenance"]["kernel"], "value": "6.18.44-job-7"}}
+    for run in tree["runs"]:
+        run["fingerprint"] |= {"machine.namespace.pid": "pid:[4]", "machine.kernel": "6.18.44-job-7"}
     experiment = tree["plan"]["experiment"]
     experiment["source"] = f"/home/somebody/checkout/{experiment['source']}"
     (tmp_path / "evidence-B1-wait.json").write_text(json.dumps(tree))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from pytest_engram.errors import NotMeasurable, PlacementError
 from pytest_engram.model import Moment, NumaNode, PageDistribution, Topology
 from pytest_engram.numa import _syscalls, capacity, pages, policy_calls
 from pytest_engram.numa.backing import BACKINGS, Backing, Memfd
+from pytest_engram.numa.tree import Tree
 
 SIZE = 64 * 4096
 FULL = NumaNode(id=0, cpus=(0,), memory_bytes=8 << 30, free_bytes=4096, reclaimable_bytes=0, distances={0: 10})
@@ -254,6 +256,14 @@ def test_the_probe_touches_no_page_that_could_wake_the_oom_killer(
     assert found.startswith("unknown, no page was touched: ")
     assert said in found
     assert asked == [(0, (0,))], "only the probe of move_pages itself"
+
+
+def test_a_masked_sysfs_leaves_the_other_calls_their_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """K2: where no node can be read mbind alone is unknown, with the reason; the three other calls are answered."""
+    monkeypatch.setattr(capacity, "Tree", lambda: Tree(tmp_path))
+    found = policy_calls.probe_calls()
+    assert found.pop("mbind").startswith("unknown, no page was touched: ")
+    assert found == dict.fromkeys(("get_mempolicy", "set_mempolicy", "move_pages"), "works")
 
 
 def test_every_policy_call_is_probed_by_doing(monkeypatch: pytest.MonkeyPatch) -> None:
