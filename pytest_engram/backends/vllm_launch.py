@@ -50,8 +50,9 @@ class VllmLaunch:
         decide = self.engine.get("can_share_engram_tables")
         layout = SimpleNamespace(num_embeddings=(nbytes // 33,), head_dim=32)
         with self._one_of(replicas):
-            own = decide.__globals__  # another path in a copy: the engine's module stays as it is
-            return bool(FunctionType(decide.__code__, own | {"SHM_PATH": type(own["SHM_PATH"])(shm)})(layout))
+            # Another path in a copy: the engine's module stays as it is.
+            there = decide.__globals__ | {"SHM_PATH": type(decide.__globals__["SHM_PATH"])(shm)}
+            return bool(FunctionType(decide.__code__, there, None, decide.__defaults__)(layout))
 
     def elsewhere(self, *_: Any, **__: Any) -> Any:
         """What vLLM decides outside its Engram files, which are all that the light way loads."""
