@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_engram import model as m
+from pytest_engram.report import records, results
 
 GATE_TEXTS = (
     ("all-passed", "96/96 checks in 24 runs", "every check"),
@@ -134,3 +135,9 @@ def make_evidence(make_experiment: Any, make_run: Any) -> Any:
         return m.Evidence(plan=plan, runs=runs, provenance={"kernel": "6.18", "gpu": None})
 
     return make
+
+
+@pytest.fixture
+def gate_files() -> Any:
+    """The gates over files, as the command has them."""
+    return lambda paths, **named: results.gate_results(records.read_results(paths), **named)

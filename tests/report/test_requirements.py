@@ -10,17 +10,12 @@ import pytest
 from pytest_engram import cli, gates
 from pytest_engram.errors import UsageError
 from pytest_engram.model import Status
-from pytest_engram.report import records, results
+from pytest_engram.report import records
 from pytest_engram.report.account import Account
 from pytest_engram.report.records import write_run
 
 
-def gate_files(paths, **named):
-    """The gates over files, as the command has them."""
-    return results.gate_results(records.read_results(paths), **named)
-
-
-def test_a_runs_own_result_stands_before_its_kins(monkeypatch, tmp_path, make_evidence, make_verdict):
+def test_a_runs_own_result_stands_before_its_kins(monkeypatch, tmp_path, make_evidence, make_verdict, gate_files):
     """A3 of a run with its own B1 hears that one alone, whatever the order of the files; without one it hears kin."""
     heard = {}
 
@@ -61,7 +56,7 @@ def strict(monkeypatch, make_verdict):
 
 @pytest.mark.parametrize("names", [*permutations(("A3", "A1", "B1"))])
 @pytest.mark.parametrize("apart", [True, False])
-def test_what_is_required_is_judged_first_however_deep(tmp_path, make_evidence, strict, names, apart):
+def test_what_is_required_is_judged_first_however_deep(tmp_path, make_evidence, strict, names, apart, gate_files):
     """A3 needs A1, which needs B1: in files of any order, of one run or of three, all pass; without B1 neither does."""
     needs, prior = {"A3": ("A1",), "A1": ("B1",), "B1": ()}, []
     made = {name: make_evidence(name, requires=needs[name]) for name in names}
@@ -79,7 +74,7 @@ def test_what_is_required_is_judged_first_however_deep(tmp_path, make_evidence, 
         assert ({verdict.status for verdict in left}, code) == ({Status.BLOCKED}, 12)
 
 
-def test_what_another_run_lifts_lifts_what_rests_on_it(tmp_path, make_evidence, strict):
+def test_what_another_run_lifts_lifts_what_rests_on_it(tmp_path, make_evidence, strict, gate_files):
     """A3 and A1 of one run were BLOCKED for want of B1: beside its file A1 passes and so does A3, no contradiction."""
     run = [make_evidence("A1", requires=("B1",)), make_evidence("A3", requires=("A1",))]
     write_run(tmp_path / "run", Account([strict(one) for one in run], run))
@@ -89,7 +84,7 @@ def test_what_another_run_lifts_lifts_what_rests_on_it(tmp_path, make_evidence, 
     assert ({verdict.status for verdict in verdicts}, code) == ({Status.PASS}, 0)
 
 
-def test_a_circle_of_requirements_is_refused(tmp_path, make_evidence, strict):
+def test_a_circle_of_requirements_is_refused(tmp_path, make_evidence, strict, gate_files):
     """Results that require each other have no order in which they could be judged."""
     pair = [make_evidence("A1", requires=("B1",)), make_evidence("B1", requires=("A1",))]
     write_run(tmp_path, Account([strict(one) for one in pair], pair))

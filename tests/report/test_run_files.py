@@ -15,11 +15,6 @@ from pytest_engram.report.account import Account
 from pytest_engram.report.records import write_run
 
 
-def gate_files(paths, **named):
-    """The gates over files, as the command has them."""
-    return results.gate_results(records.read_results(paths), **named)
-
-
 def _refuse(name):
     raise AssertionError(f"{name} is not JSON")
 
@@ -65,7 +60,7 @@ def test_evidence_survives_the_disk(folder, make_evidence):
     assert result.experiment == "B1"
 
 
-def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evidence, judge):
+def test_a_second_evidence_of_an_experiment_gets_its_own_file(tmp_path, make_evidence, judge, gate_files):
     """Nothing overwrites anything; both come back and neither is pooled with the other."""
     pair = [make_evidence(), make_evidence()]
     write_run(tmp_path, Account([judge(each) for each in pair], pair))
@@ -84,7 +79,7 @@ def test_the_verdict_file_stands_for_its_run(folder, judge):
     assert records.read_results([*folder.glob("*.json"), folder]) == by_folder
 
 
-def test_a_gate_run_is_green_and_prints_its_ladder(folder, judge):
+def test_a_gate_run_is_green_and_prints_its_ladder(folder, judge, gate_files):
     """The negative control of everything below: an untouched folder gives its verdict again and exit code 0."""
     verdicts, code, lines = gate_files([folder])
     assert ([verdict.status for verdict in verdicts], code) == ([Status.PASS], 0)
@@ -94,7 +89,7 @@ def test_a_gate_run_is_green_and_prints_its_ladder(folder, judge):
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("name", ["verdict.json", "evidence-B1.json"])
-def test_a_truncated_file_is_an_error_at_its_position(folder, judge, name, share):
+def test_a_truncated_file_is_an_error_at_its_position(folder, judge, name, share, gate_files):
     """A file that was cut anywhere is a usage error that names file, line and column; never a verdict."""
     data = (folder / name).read_bytes().rstrip()
     (folder / name).write_bytes(data[: int(len(data) * share)])
@@ -111,7 +106,7 @@ def _edit(path, change):
 
 
 @pytest.mark.parametrize("schema", [2, 0, "1", 1.0, True, None])
-def test_an_unknown_schema_is_refused(folder, judge, schema):
+def test_an_unknown_schema_is_refused(folder, judge, schema, gate_files):
     """A section, an evidence or a verdict of another schema version is refused and never guessed at."""
     places = {
         "verdict.json": [lambda tree: tree["engram"], lambda tree: tree["engram"]["verdicts"][0]],
@@ -135,7 +130,7 @@ def test_an_unknown_schema_is_refused(folder, judge, schema):
      ('{"engram": {"schema": 1, "verdicts": [], "evidence": [3]}}', "bad-json"),
      ('{"engram": {"schema": 1, "verdicts": [{"schema": 1}], "evidence": []}}', "bad-json")],
 )  # fmt: skip
-def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code):
+def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code, gate_files):
     """A benchmark file without the section, and a section without its parts, name the file and the field."""
     path = tmp_path / "x.json"
     path.write_text(text)
@@ -151,7 +146,7 @@ def test_files_that_are_not_ours_are_refused(tmp_path, judge, text, code):
         (lambda e: e.update(ranks=10**9), "B1.ranks"), (lambda e: e["hold"].update(backing="floppy"), "hold.backing"),
     ],
 )  # fmt: skip
-def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, named):
+def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, named, gate_files):
     """Evidence whose experiment breaks the rules of experiments names the file and the place, and is not judged."""
     path = folder / "evidence-B1.json"
     tree = json.loads(path.read_text())
@@ -164,7 +159,7 @@ def test_an_experiment_that_no_file_may_say_is_refused(folder, judge, edit, name
     )  # fmt: skip
 
 
-def test_an_empty_folder_is_an_error(tmp_path, judge):
+def test_an_empty_folder_is_an_error(tmp_path, judge, gate_files):
     """No result is not a green result."""
     with pytest.raises(UsageError, match=r"no verdict\.json"):
         gate_files([tmp_path])
@@ -180,7 +175,7 @@ def test_an_empty_folder_is_an_error(tmp_path, judge):
         (lambda v: v.update(protocol_hash="dead"), "protocol_hash"),
     ],
 )
-def test_an_edited_verdict_is_found_out(folder, judge, change, named):
+def test_an_edited_verdict_is_found_out(folder, judge, change, named, gate_files):
     """A stored verdict that its evidence does not give is an error that names the field."""
     _edit(folder / "verdict.json", lambda tree: change(tree["engram"]["verdicts"][0]))
     with pytest.raises(UsageError, match="B1 says") as caught:
@@ -189,7 +184,9 @@ def test_an_edited_verdict_is_found_out(folder, judge, change, named):
     assert caught.value.code == "verdict-differs"
 
 
-def test_an_edited_effect_is_found_out_but_not_its_last_bit(monkeypatch, tmp_path, make_evidence, characterised):
+def test_an_edited_effect_is_found_out_but_not_its_last_bit(
+    monkeypatch, tmp_path, make_evidence, characterised, gate_files
+):
     """Effects are compared too; another numpy's last bit is not another verdict."""
     monkeypatch.setattr(gates, "evaluate", lambda evidence, prior: characterised)
     write_run(tmp_path, Account([characterised], [make_evidence("A1")]))
@@ -210,7 +207,7 @@ def test_an_edited_effect_is_found_out_but_not_its_last_bit(monkeypatch, tmp_pat
         gate_files([tmp_path])
 
 
-def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
+def test_a_verdict_without_its_evidence_is_not_measured(folder, judge, gate_files):
     """Deleting the evidence does not leave a green verdict behind."""
     (folder / "evidence-B1.json").unlink()
     verdicts, code, _ = gate_files([folder])
@@ -219,7 +216,7 @@ def test_a_verdict_without_its_evidence_is_not_measured(folder, judge):
     assert code == 12
 
 
-def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
+def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict, gate_files):
     """A run without evidence claims nothing: judged again it says why, and only NOT_MEASURED is taken at its word."""
     why = {"reason": "too-few-memory-nodes", "observed": "needs two memory NUMA nodes, found one"}
     for status, reason in (("NOT_MEASURED", "too-few-memory-nodes"), ("PASS", "no-evidence")):
@@ -229,7 +226,7 @@ def test_what_was_never_measured_keeps_its_reason(tmp_path, make_verdict):
         assert {gate.status for gate in verdict.gates[1:]} == {Status.BLOCKED}
 
 
-def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
+def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge, gate_files):
     """A3 sees A1 and B1 of its own run, whatever the order of the files."""
     run = [make_evidence("A3", requires=("A1", "B1")), make_evidence("A1"), make_evidence("B1")]
     write_run(tmp_path, Account([judge(each) for each in run], run))
@@ -239,7 +236,9 @@ def test_required_experiments_are_judged_first(tmp_path, make_evidence, judge):
 
 
 @pytest.mark.parametrize("differs", [("protocol", ["B1"]), ("machine.cpu", []), ("backend.commit", [])])
-def test_another_file_counts_only_with_an_equal_fingerprint(tmp_path, make_evidence, make_run, judge, differs):
+def test_another_file_counts_only_with_an_equal_fingerprint(
+    tmp_path, make_evidence, make_run, judge, differs, gate_files
+):
     """A3 may rest on B1 of another file, unless the machine or the build differs."""
     run, (key, seen) = make_run(), differs
     b1, a3 = make_evidence("B1"), make_evidence("A3", requires=("B1",))
@@ -256,7 +255,7 @@ def _baseline(tmp_path, judge, evidences):
     return tmp_path / "base"
 
 
-def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge, make_evidence):
+def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge, make_evidence, gate_files):
     """The negative control: with the same case on both sides the run stays green and both statuses are printed."""
     base = _baseline(tmp_path, judge, [make_evidence()])
     verdicts, code, lines = gate_files([folder], baseline=base)
@@ -264,7 +263,7 @@ def test_an_equal_baseline_is_shown_and_decides_nothing(tmp_path, folder, judge,
     assert "  B1  PASS → PASS" in lines
 
 
-def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge, make_evidence):
+def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge, make_evidence, gate_files):
     """X1: a renamed or new case is NOT_MEASURED by name, and so is one that this run left out."""
     base = _baseline(tmp_path, judge, [make_evidence("A1")])
     verdicts, code, lines = gate_files([folder], baseline=base)
@@ -276,7 +275,7 @@ def test_a_case_missing_in_the_baseline_is_not_measured(tmp_path, folder, judge,
     assert any("B1" in line and "NOT_MEASURED" in line for line in lines)
 
 
-def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run):
+def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, make_evidence, make_run, gate_files):
     """Another machine or rule is named and not compared; another build of the backend is what it is for."""
     base = _baseline(tmp_path, judge, [make_evidence(alpha=0.05)])
     verdicts, _, _ = gate_files([folder], baseline=base)
@@ -288,13 +287,13 @@ def test_a_baseline_of_another_kind_is_not_comparable(tmp_path, folder, judge, m
     assert gate_files([folder], baseline=base)[1] == 0
 
 
-def test_required_gates_decide_the_exit(folder, judge, make_evidence, make_verdict):
+def test_required_gates_decide_the_exit(folder, judge, make_evidence, make_verdict, gate_files):
     """`require` narrows the exit to its experiments; one that is not there is never green."""
     assert gate_files([folder], require={"B1": 4})[1] == 0
     assert gate_files([folder], require={"A1": 1})[1] == 12
 
 
-def test_the_report_is_rendered_again(folder, tmp_path, judge):
+def test_the_report_is_rendered_again(folder, tmp_path, judge, gate_files):
     """`markdown` writes the page of the re-evaluated verdicts."""
     gate_files([folder], markdown=tmp_path / "again.md")
     assert "## B1" in (tmp_path / "again.md").read_text()
@@ -331,7 +330,7 @@ def test_an_absent_case_blocks_the_gates_behind_it(make_verdict):
     assert "B1" in verdict.gates[0].next_step
 
 
-def test_hypotheses_and_advice_travel(folder, judge, make_evidence):
+def test_hypotheses_and_advice_travel(folder, judge, make_evidence, gate_files):
     """The section holds them; over several files `gate` adjudicates once, over all of them."""
     section = json.loads((folder / "verdict.json").read_text())["engram"]
     assert [(one["number"], one["outcome"]) for one in section["hypotheses"]] == [
@@ -345,7 +344,7 @@ def test_hypotheses_and_advice_travel(folder, judge, make_evidence):
     assert text.count("no recommendation: ") == 2
 
 
-def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
+def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run, gate_files):
     """A run folder and `gate --markdown` both write the maps that their pages show."""
     cell = SweepSample(rank=0, tokens=8, peers=1, lookup_ns=(9,), exposed_ns=(0,), main_ns=(3,), quiet_main_ns=(2,),
                        source_bytes=2112)  # fmt: skip
@@ -357,7 +356,9 @@ def test_figures_lie_beside_the_page(tmp_path, judge, make_evidence, make_run):
         assert (page.parent / "interference-B1.svg").read_text().startswith("<svg")
 
 
-def test_an_older_run_of_a_required_experiment_lifts_the_block(monkeypatch, tmp_path, make_evidence, make_verdict):
+def test_an_older_run_of_a_required_experiment_lifts_the_block(
+    monkeypatch, tmp_path, make_evidence, make_verdict, gate_files
+):
     """A3 was BLOCKED in its own run; beside B1's folder it is judged anew, and that is no contradiction."""
 
     def evaluate(evidence, prior=()):
@@ -373,14 +374,14 @@ def test_an_older_run_of_a_required_experiment_lifts_the_block(monkeypatch, tmp_
     assert gate_files([tmp_path / "A3", tmp_path / "B1"])[1] == 0
 
 
-def test_a_stored_verdict_without_gates_is_not_measured(tmp_path, make_verdict):
+def test_a_stored_verdict_without_gates_is_not_measured(tmp_path, make_verdict, gate_files):
     """A verdict that names no gate and has no evidence is an absence, not a traceback."""
     write_run(tmp_path, Account([make_verdict("NOT_MEASURED", gates=())], []))
     verdicts, code, _ = gate_files([tmp_path])
     assert (verdicts[0].gates[0].reason, code) == ("no-evidence", 12)
 
 
-def test_what_cannot_be_judged_is_said(monkeypatch, folder):
+def test_what_cannot_be_judged_is_said(monkeypatch, folder, gate_files):
     """Evidence that no run can have written (pages of 0 bytes) is one sentence that names run and experiment."""
     monkeypatch.setattr(gates, "evaluate", lambda evidence, prior: 1 // 0)
     with pytest.raises(UsageError, match="B1 cannot be judged: ZeroDivisionError") as caught:
@@ -388,7 +389,7 @@ def test_what_cannot_be_judged_is_said(monkeypatch, folder):
     assert (caught.value.code, str(folder) in str(caught.value)) == ("bad-evidence", True)
 
 
-def test_a_plan_of_another_schema_is_refused(folder, judge):
+def test_a_plan_of_another_schema_is_refused(folder, judge, gate_files):
     """The plan inside an evidence has a schema of its own."""
     tree = json.loads((folder / "evidence-B1.json").read_text())
     tree["plan"]["schema"] = 99
@@ -397,7 +398,7 @@ def test_a_plan_of_another_schema_is_refused(folder, judge):
         gate_files([folder])
 
 
-def test_an_empty_section_says_so(tmp_path):
+def test_an_empty_section_says_so(tmp_path, gate_files):
     """A file without any experiment is NOT_MEASURED in words, too."""
     write_run(tmp_path, Account([], []))
     _, code, lines = gate_files([tmp_path])
@@ -433,7 +434,7 @@ def test_a_report_that_cannot_be_written_is_one_line(folder, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_number_beyond_64_bits_is_refused(folder, judge):
+def test_a_number_beyond_64_bits_is_refused(folder, judge, gate_files):
     """An integer that no counter of ours can reach names the file, before any arithmetic overflows."""
     tree = json.loads((folder / "evidence-B1.json").read_text())
     tree["runs"][0]["compute"][0]["step_ns"] = [10**400]
